@@ -16,8 +16,9 @@ from torch import nn
 
 import distprune as prune
 from benchmarks.measure import heading, on_ranks, shard, show, table
-from distprune.collectives import Traffic, communicator
-from distprune.models import decoder_blocks
+from distprune.collectives.base import Traffic
+from distprune.collectives.communicator import communicator
+from distprune.models.decoder_blocks import decoder_blocks
 from launch.demo_inputs import demo_model
 
 AMOUNT = 0.5

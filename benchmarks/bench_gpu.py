@@ -23,7 +23,7 @@ from torch.sparse import to_sparse_semi_structured
 
 import distprune as prune
 from benchmarks.measure import heading, table
-from distprune.oneshot import prune_blocks
+from distprune.oneshot.prune_blocks import prune_blocks
 
 Call = Callable[[nn.Module], object]
 

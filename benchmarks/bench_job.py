@@ -18,8 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.measure import anonymous_bytes, heading, on_ranks, peak_memory, show, table
 from distprune import prune_model
-from distprune.checkpoint import load_model, open_directory, save_model, writing
-from distprune.collectives import communicator
+from distprune.checkpoint.hf_directory import open_directory
+from distprune.checkpoint.hf_load import load_model
+from distprune.checkpoint.hf_save import save_model
+from distprune.checkpoint.output_directory import writing
+from distprune.collectives.communicator import communicator
 from launch.demo_inputs import demo_model
 
 STAGES = ("load", "prune", "save")

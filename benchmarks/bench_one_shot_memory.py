@@ -17,10 +17,14 @@ import torch
 
 from benchmarks.measure import heading, on_ranks, peak_memory, shard, show, table, unpin
 from distprune import Unstructured
-from distprune.models import decoder_blocks, linear_layers
-from distprune.oneshot import OneShotMethod, WalkRequest, plan_walk, prune_blocks, shape_of
-from distprune.oneshot.walk_costs import speeds_of
-from distprune.removal import shrink_model
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.models.linear_layers import linear_layers
+from distprune.oneshot.memory_plan import plan_walk
+from distprune.oneshot.model_shape import shape_of
+from distprune.oneshot.plan import OneShotMethod
+from distprune.oneshot.prune_blocks import prune_blocks
+from distprune.oneshot.walk_costs import WalkRequest, speeds_of
+from distprune.removal.shrink_model import shrink_model
 
 SIZE, INNER, NUM_SAMPLES, LENGTH, VOCABULARY = 576, 1536, 16, 256, 4096  # a block of SmolLM2-135M
 

@@ -26,11 +26,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.bench_one_shot import append
 from benchmarks.measure import heading, on_ranks, shard, show, spread, table, unpin
 from benchmarks.texts import ABOUT, EVALUATION_TOKENS, KINDS, LENGTH, by_kind, over_dense, write_texts
-from distprune.calibration import load_samples, own_words
+from distprune.calibration.data import load_samples
+from distprune.calibration.own_words import own_words
 from distprune.evaluation import perplexity, tokenize_file
 from distprune.jobs.own_words import OWN_WORDS, PROMPT, mixed
-from distprune.models import decoder_blocks
-from distprune.removal import choose_units, order_layers, shrink_model, skipping
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.removal.choose_units import choose_units
+from distprune.removal.layers import order_layers, skipping
+from distprune.removal.shrink_model import shrink_model
 from launch.demo_inputs import demo_model
 
 NUM_SAMPLES = 16

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from benchmarks.measure import heading, show, spread, table
-from distprune.collectives import Traffic
+from distprune.collectives.base import Traffic
 from distprune.oneshot import moved_rows
 from tests.fake_files import PLANS
 from tests.fake_ranks import (

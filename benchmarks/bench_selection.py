@@ -27,7 +27,7 @@ import distprune as prune
 from benchmarks.measure import heading, on_ranks, peak_memory, show, table
 from distprune import host_loops
 from distprune.selection import kth_value
-from distprune.shards import chunk_size
+from distprune.shards.device import chunk_size
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 COLUMNS = 4096

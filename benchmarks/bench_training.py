@@ -30,7 +30,7 @@ from typing_extensions import override
 import distprune as prune
 from benchmarks.measure import heading, on_ranks, peak_memory, show, table
 from distprune.masks.fsdp2 import _MaskedParam
-from distprune.shards import Fsdp2Params
+from distprune.shards.fsdp2 import Fsdp2Params
 
 NUM_LAYERS, SIZE, NUM_HEADS, NUM_SAMPLES, NUM_TOKENS = 4, 512, 8, 4, 256
 # Freed memory stays with the process, as torch's allocators for accelerators keep it. Otherwise which

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from distprune.cli.ranks import schedule_as_batch, use_huge_pages
-from distprune.models import decoder_blocks
+from distprune.models.decoder_blocks import decoder_blocks
 
 __all__ = [
     "Peak",

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import show, table
-from distprune.oneshot import WalkRequest, plan_walk
 from distprune.oneshot.memory_plan import (
     BLOCK,
     EXPERT_SECONDS,
@@ -27,8 +26,9 @@ from distprune.oneshot.memory_plan import (
     SUMS,
     TOKENS,
     WAVES,
+    plan_walk,
 )
-from distprune.oneshot.walk_costs import DEVICE, BlockShape, InputShape, ModelShape
+from distprune.oneshot.walk_costs import DEVICE, BlockShape, InputShape, ModelShape, WalkRequest
 
 # Measured: seconds of Python a parameter on one of 1,024 ranks (scale_epyc-2core_2026-11-25.md).
 PRUNE_CALL, HELD_STEP, UPDATE = 112e-6, 17e-6, 850e-6

@@ -16,7 +16,8 @@ from pathlib import Path
 import transformers
 
 from benchmarks.measure import heading, show, table
-from distprune.oneshot import OneShotReport, prune_blocks
+from distprune.oneshot.prune_blocks import prune_blocks
+from distprune.oneshot.report import OneShotReport
 from tests.families import FAMILIES, NOT_BUILT, REFUSED, family_model, tokens
 
 COLUMNS = ("family", "outcome", "matrices pruned", "weights left dense")

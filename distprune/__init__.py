@@ -3,22 +3,28 @@
 ``import distprune as prune`` reads like ``import torch.nn.utils.prune as prune``.
 """
 
-from distprune.calibration import calibration_windows, own_words
-from distprune.checkpoint import load, save
+from distprune.calibration.data import calibration_windows
+from distprune.calibration.own_words import own_words
+from distprune.checkpoint.load_save import load, save
 from distprune.evaluation import perplexity
-from distprune.masks import dense_state_dict, merge_adapters
-from distprune.oneshot import ADMM, OneShotReport, Solver, SparseGPT, allocate, prune_blocks
-from distprune.patterns import Block, Channels, NByM, Pattern, PerRow, Unstructured
-from distprune.pruning import (
-    Masks,
-    Overlap,
-    ParameterReport,
-    PruneReport,
-    compute_masks,
-    prune_model,
-    prune_shards,
-    sparsity,
-)
+from distprune.masks.adapters import merge_adapters
+from distprune.masks.plain_keys import dense_state_dict
+from distprune.oneshot.admm import ADMM
+from distprune.oneshot.allocation import allocate
+from distprune.oneshot.prune_blocks import prune_blocks
+from distprune.oneshot.report import OneShotReport
+from distprune.oneshot.solver import Solver
+from distprune.oneshot.sparsegpt import SparseGPT
+from distprune.patterns.base import Pattern
+from distprune.patterns.block import Block
+from distprune.patterns.channels import Channels
+from distprune.patterns.n_by_m import NByM
+from distprune.patterns.unstructured import Unstructured
+from distprune.patterns.within_rows import PerRow
+from distprune.pruning.masks import Masks, sparsity
+from distprune.pruning.overlap import Overlap
+from distprune.pruning.prune_model import compute_masks, prune_model, prune_shards
+from distprune.pruning.report import ParameterReport, PruneReport
 from distprune.pruning.torch_api.base import BasePruningMethod, CustomFromMask, PruningContainer
 from distprune.pruning.torch_api.functions import (
     custom_from_mask,
@@ -52,22 +58,22 @@ from distprune.pruning.torch_api.methods import (
     RandomUnstructured,
 )
 from distprune.pruning.torch_api.shard_masks import shard_masks
-from distprune.removal import Shrunk, shrink_model
-from distprune.scores import ChannelNorm, Gradient, Magnitude, Movement, Random, Score, Taylor, Wanda
-from distprune.shards import Geometry, LocalShard, Ownership
-from distprune.training import (
-    Hold,
-    Regrow,
-    SparseTraining,
-    StraightThrough,
-    TrainingReport,
-    at_once,
-    constant,
-    cubic,
-    erk,
-    hold_zeros,
-    stepwise,
-)
+from distprune.removal.shrink_model import Shrunk, shrink_model
+from distprune.scores.base import Score
+from distprune.scores.channel_norm import ChannelNorm
+from distprune.scores.gradient import Gradient, Movement, Taylor
+from distprune.scores.magnitude import Magnitude
+from distprune.scores.random import Random
+from distprune.scores.wanda import Wanda
+from distprune.shards.geometry import Geometry
+from distprune.shards.local_shard import LocalShard, Ownership
+from distprune.training.hold import Hold, hold_zeros
+from distprune.training.regrowth import Regrow
+from distprune.training.report import TrainingReport
+from distprune.training.schedules import at_once, constant, cubic, stepwise
+from distprune.training.shares import erk
+from distprune.training.sparse_training import SparseTraining
+from distprune.training.straight_through import StraightThrough
 from distprune.version import __version__
 
 __all__ = [

@@ -11,10 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.calibration import TokenIds, as_line, as_windows, check_fit, find_sample_group, first_tokens, shared_axis
-from distprune.collectives import Group, communicator, together
-from distprune.models import check_model, check_runs_on_tokens, cross_entropy, evaluating, keeping_weights
-from distprune.shards import in_step, reset_forward
+from distprune.calibration.data import check_fit
+from distprune.calibration.sample_group import find_sample_group, shared_axis
+from distprune.calibration.text import first_tokens
+from distprune.calibration.token_ids import TokenIds, as_line, as_windows
+from distprune.collectives.agree import together
+from distprune.collectives.communicator import Group, communicator
+from distprune.models.cross_entropy import cross_entropy
+from distprune.models.evaluating import evaluating, keeping_weights
+from distprune.models.find_shards import check_model
+from distprune.models.runnable import check_runs_on_tokens
+from distprune.shards.fsdp2_forward import reset_forward
+from distprune.shards.in_step import in_step
 
 _BATCH_TOKENS = 2048  # in one forward: their logits are in memory, and FSDP2 gathers the model once for all of them
 

@@ -6,9 +6,9 @@ import io
 from pathlib import Path
 from typing import Any
 
-from distprune.checkpoint import import_extra
 from distprune.checkpoint.new_file import check_file, writing_file
-from distprune.collectives import Alone
+from distprune.checkpoint.optional_packages import import_extra
+from distprune.collectives.alone import Alone
 
 _DOTS_PER_INCH = 150
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from typing_extensions import override
 
 import distprune as prune
-from distprune.scores import Elements
+from distprune.scores.base import Elements
 
 
 class Fisher(prune.Score):

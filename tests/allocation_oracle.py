@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from distprune.models import decoder_blocks
+from distprune.models.decoder_blocks import decoder_blocks
 from tests.oneshot_oracle import is_experts, linears
 
 __all__ = ["allocate", "sensitivities"]

@@ -17,8 +17,9 @@ from torch import nn
 from typing_extensions import override
 
 import distprune as prune
-from distprune.patterns import Choice, Pattern, Put, Ranked
-from distprune.scores import Elements, LocalScores
+from distprune.patterns.base import Choice, Pattern, Ranked
+from distprune.scores.base import Elements, LocalScores
+from distprune.selection.put import Put
 from tests.oracle import keep_highest, random_scores
 from tests.pattern_oracle import keep_in_pattern
 

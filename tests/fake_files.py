@@ -18,16 +18,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.checkpoint import HfDirectory, open_together, sample_together
+from distprune.checkpoint.hf_directory import HfDirectory
 from distprune.checkpoint.hf_load import slices_to_read
 from distprune.checkpoint.output_files import header_of, planned
 from distprune.checkpoint.regions import Region
+from distprune.checkpoint.shared_reading import open_together, sample_together
 from distprune.checkpoint.stored_parameters import find_stored, mapped_tensors
 from distprune.checkpoint.stored_values import StoredValues
 from distprune.jobs.stretches import StretchWriter
 from distprune.pruning.prune_model import Request
 from distprune.pruning.streamed import StreamedPruning
-from distprune.shards import Geometry, LocalShard
+from distprune.shards.geometry import Geometry
+from distprune.shards.local_shard import LocalShard
 from tests.fake_ranks import EqualRanks
 
 __all__ = ["PLANS"]

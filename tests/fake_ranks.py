@@ -21,17 +21,18 @@ from typing_extensions import override
 
 import distprune as prune
 from distprune import NByM
-from distprune.calibration import InputStatistics, Moments
+from distprune.calibration.moments import Moments
 from distprune.calibration.owner_ranks import OwnerRank
-from distprune.collectives import Communicator
-from distprune.models import LinearLayer
+from distprune.calibration.statistics import InputStatistics
+from distprune.collectives.base import Communicator
+from distprune.models.linear_layers import LinearLayer
 from distprune.oneshot.driver import prune_rows
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows, whole_rows
 from distprune.oneshot.scored import Scored
 from distprune.oneshot.solver import Pruning, Solved, Solver
-from distprune.patterns import Pattern
-from distprune.scores import Wanda
+from distprune.patterns.base import Pattern
+from distprune.scores.wanda import Wanda
 from distprune.training.regrowth import GrowBy
 
 

@@ -15,8 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import distprune as prune
-from distprune.checkpoint import ModelWriter, load_model, open_directory, resolve_model
-from distprune.collectives import communicator, together
+from distprune.checkpoint.hf_directory import open_directory
+from distprune.checkpoint.hf_load import load_model
+from distprune.checkpoint.hf_save import ModelWriter
+from distprune.checkpoint.hub import resolve_model
+from distprune.collectives.agree import together
+from distprune.collectives.communicator import communicator
 from distprune.jobs import FinetuneJob, PruneJob, ShrinkJob, Trained, run_finetune_job, run_shrink_job
 from distprune.jobs.block_journal import BLOCK, BlockJournal, digest_of
 from distprune.jobs.journal import Item, Journal
@@ -24,8 +28,10 @@ from distprune.jobs.masked_training import MaskedTraining
 from distprune.jobs.options import Job
 from distprune.jobs.run import Run
 from distprune.jobs.unfinished import Unfinished
-from distprune.models import decoder_blocks
-from distprune.removal import LayerCriterion, choose_experts, order_layers, remove_units
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.removal.experts import choose_experts
+from distprune.removal.layers import LayerCriterion, order_layers
+from distprune.removal.rebuild import remove_units
 from tests.architectures import samples, tiny_model
 from tests.worlds import drawing
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from distprune.models import decoder_blocks
+from distprune.models.decoder_blocks import decoder_blocks
 from tests.solver_oracle import Pattern, admm, sparsegpt, wanda_mask
 
 __all__ = ["Given", "Linear2d", "first_inputs", "linears", "listening", "move", "prune_model", "run_block", "want"]

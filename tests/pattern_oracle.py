@@ -9,7 +9,7 @@ from typing import cast
 import torch
 
 from distprune import Block, Channels, NByM, PerRow, Unstructured
-from distprune.patterns import Pattern
+from distprune.patterns.base import Pattern
 from tests.oracle import keep_highest, random_scores
 
 __all__ = ["SEED", "keep_in_pattern"]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from distprune.models import decoder_blocks
+from distprune.models.decoder_blocks import decoder_blocks
 from tests.allocation_oracle import sensitivities
 from tests.oneshot_oracle import Linear2d, first_inputs, linears, move, run_block, want
 

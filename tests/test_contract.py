@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distprune import PruneReport, prune_model
-from distprune.patterns import Scope, Unstructured
+from distprune.patterns.base import Scope
+from distprune.patterns.unstructured import Unstructured
 from tests.layouts import LAYOUTS, Layout
 from tests.oracle import keep_highest, random_scores
 from tests.sampling import Combination, over_layouts

@@ -19,10 +19,11 @@ from torch import nn
 from typing_extensions import override
 
 import distprune as prune
-from distprune.checkpoint import load_model
+from distprune.checkpoint.hf_load import load_model
 from distprune.jobs import StreamedJob, run_streamed_job
-from distprune.removal import choose_units, order_layers
-from distprune.scores import Elements
+from distprune.removal.choose_units import choose_units
+from distprune.removal.layers import order_layers
+from distprune.scores.base import Elements
 from tests import test_contract, test_contract_reparametrized as reparametrized
 from tests.ambient import STATES, ambient, of_process, of_thread
 from tests.contract import SCRIPTS

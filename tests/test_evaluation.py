@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from typing_extensions import override
 
-from distprune.checkpoint import load_model
+from distprune.checkpoint.hf_load import load_model
 from distprune.evaluation import Continuation, log_likelihoods, perplexities, perplexity, tokenize_file
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 from tests.hf_models import TEXT, make_model, make_tokenizer

@@ -18,16 +18,19 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from typing_extensions import override
 
 import distprune as prune
-from distprune.checkpoint import HfDirectory, load_model, open_directory, save_model
+from distprune.checkpoint.hf_directory import HfDirectory, open_directory
+from distprune.checkpoint.hf_load import load_model
+from distprune.checkpoint.hf_save import save_model
 from distprune.checkpoint.stored_parameters import StoredParameters, find_stored, mapped_tensors
 from distprune.checkpoint.stored_values import StoredValues
-from distprune.collectives import communicator, sum_together, together
+from distprune.collectives.agree import sum_together, together
+from distprune.collectives.communicator import communicator
 from distprune.evaluation import perplexity
 from distprune.jobs import PruneJob, run_prune_job
 from distprune.jobs.journal import Journal
 from distprune.jobs.stretches import StretchWriter
 from distprune.jobs.unfinished import Unfinished
-from distprune.oneshot import prune_blocks
+from distprune.oneshot.prune_blocks import prune_blocks
 from distprune.pruning.prune_model import Request
 from distprune.pruning.streamed import StreamedPruning
 from tests.decoder import Decoder, decoder
@@ -91,16 +94,14 @@ def of_stages(rank: int, _: Path) -> Called:
 def by_hand(rank: int, _: Path) -> Called:
     with drawing(rank):
         rows = nn.Linear(4, 3, bias=False)
-    shard = prune.LocalShard(
-        "w", rows.weight.data, prune.Geometry.rows((6, 4), 3 * rank, 3 * rank + 3), prune.Ownership()
-    )
+    part = prune.Geometry.rows((6, 4), 3 * rank, 3 * rank + 3)
+    shard = prune.LocalShard("w", rows.weight.data, part, prune.Ownership())
     return rows, lambda: prune.prune_shards([shard], 0.5)
 
 
 def once_more(*_: object) -> Called:
     """On top of an earlier mask."""
-    model = cut()
-    pairs = [(model, "a"), (model, "b")]
+    pairs = [(model := cut(), "a"), (model, "b")]
     prune.prune_each(pairs, prune.L1Unstructured, amount=0.3)
     return model, lambda: prune.prune_each(pairs, prune.L1Unstructured, amount=3)
 
@@ -133,9 +134,8 @@ def masks_loaded(*_: object) -> Called:
 
 def masks_to_shard(*_: object) -> Called:
     model = decoder()
-    prune.prune_each(
-        [(layer.get_submodule("up"), "weight") for layer in model.layers], prune.L1Unstructured, amount=0.5
-    )
+    pairs = [(layer.get_submodule("up"), "weight") for layer in model.layers]
+    prune.prune_each(pairs, prune.L1Unstructured, amount=0.5)
     fully_shard(model)
     return model, lambda: prune.shard_masks(model)
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from distprune.models import decoder_blocks
+from distprune.models.decoder_blocks import decoder_blocks
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 from tests.oneshot_oracle import linears, prune_model
 from tests.solver_oracle import COLUMNS, NM, sparsegpt, wanda_mask

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from distprune import prune_model
-from distprune.patterns import Scope
+from distprune.patterns.base import Scope
 from tests.test_contract import SEED, oracle
 from tests.worlds import run_threads
 

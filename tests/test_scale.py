@@ -14,10 +14,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import distprune as prune
-from distprune.collectives import Traffic
+from distprune.collectives.base import Traffic
 from distprune.oneshot import moved_rows
 from distprune.patterns import cut_units
-from distprune.shards import Managed, fsdp2
+from distprune.shards import fsdp2
+from distprune.shards.fsdp2 import Managed
 from distprune.shards.torch_private import FSDPState
 from tests.fake_files import PLANS
 from tests.fake_ranks import (

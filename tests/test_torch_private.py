@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import distprune
-from distprune.shards import own_params, private
-from distprune.shards.torch_private import FSDP1, FSDP2, Inside
+from distprune.shards.fsdp2 import own_params
+from distprune.shards.torch_private import FSDP1, FSDP2, Inside, private
 from tests.worlds import CONTEXT, run_threads
 
 INSIDES = {"fsdp2": FSDP2, "fsdp1": FSDP1}

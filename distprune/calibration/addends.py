@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.models import LinearLayer
-from distprune.shards import all_finite
+from distprune.models.linear_layers import LinearLayer
+from distprune.shards.device import all_finite
 
 _NUM_TOKENS = 64  # that are looked at
 _NUM_ROUNDINGS = 4  # of the sums that a block makes; each is at most eps / 2 of what it adds

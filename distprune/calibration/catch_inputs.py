@@ -11,9 +11,12 @@ from torch import nn
 from distprune.calibration.root_parameters import RootParameters
 from distprune.calibration.stand_in import standing_in
 from distprune.calibration.walk import Call, Walk, check_plain, hidden_of, with_hidden
-from distprune.collectives import Alone, Guarded
-from distprune.models import decoder_blocks, keeping_weights
-from distprune.shards import fetched, gather, reset_forward, take_roots
+from distprune.collectives.alone import Alone
+from distprune.collectives.guarded import Guarded
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.models.evaluating import keeping_weights
+from distprune.shards.device import fetched
+from distprune.shards.fsdp2_forward import gather, reset_forward, take_roots
 
 
 def catch_inputs(

@@ -14,7 +14,8 @@ from torch import nn
 
 from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.text import draw_windows, draw_windows_of_text
-from distprune.collectives import Group, agree, communicator, together
+from distprune.collectives.agree import agree, together
+from distprune.collectives.communicator import Group, communicator
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from distprune.collectives import Communicator, max_together
-from distprune.models import LinearLayer, expert_place
-from distprune.shards import Geometry, local_shard
+from distprune.collectives.agree import max_together
+from distprune.collectives.base import Communicator
+from distprune.models.linear_layers import LinearLayer, expert_place
+from distprune.shards.geometry import Geometry
+from distprune.shards.layouts import local_shard
 
 
 def find_holders(comm: Communicator, linears: Mapping[str, LinearLayer]) -> Sequence[Collection[int]]:

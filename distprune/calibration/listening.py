@@ -18,7 +18,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from distprune.models import LinearLayer, expert_inputs
+from distprune.models.experts import expert_inputs
+from distprune.models.linear_layers import LinearLayer
 
 _ADDS = {torch.add, torch.Tensor.add, torch.Tensor.add_, torch.Tensor.__add__, torch.Tensor.__iadd__} | {
     torch.Tensor.__radd__

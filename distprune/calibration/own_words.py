@@ -21,26 +21,16 @@ from distprune.calibration.data import check_fit, token_digest
 from distprune.calibration.sample_group import find_sample_group, shared_axis
 from distprune.calibration.token_choice import TokenChoice, random_tokens, vocabulary_of
 from distprune.calibration.token_ids import TokenIds
-from distprune.collectives import (
-    Communicator,
-    Group,
-    agree,
-    check_facts,
-    communicator,
-    same_everywhere,
-    sum_together,
-    together,
-)
-from distprune.models import (
-    bare_model,
-    check_model,
-    check_runs_on_tokens,
-    evaluating,
-    keeping_weights,
-    num_bytes,
-    text_config,
-)
-from distprune.shards import find_flat_parts, in_step, kept_gathered, reset_forward, take_roots
+from distprune.collectives.agree import agree, check_facts, same_everywhere, sum_together, together
+from distprune.collectives.base import Communicator
+from distprune.collectives.communicator import Group, communicator
+from distprune.models.evaluating import evaluating, keeping_weights
+from distprune.models.find_shards import bare_model, check_model
+from distprune.models.runnable import check_runs_on_tokens
+from distprune.models.sizes import num_bytes, text_config
+from distprune.shards.flat_param import find_flat_parts
+from distprune.shards.fsdp2_forward import kept_gathered, reset_forward, take_roots
+from distprune.shards.in_step import in_step
 
 CACHE_MEMORY = 4 << 30  # bytes of keys and values at a time, on one rank
 TOP_K = 1000

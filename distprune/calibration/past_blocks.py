@@ -9,7 +9,7 @@ import torch
 
 from distprune.calibration.stand_in import standing_in
 from distprune.calibration.walk import Walk, with_hidden
-from distprune.shards import kept_gathered
+from distprune.shards.fsdp2_forward import kept_gathered
 
 
 @contextmanager

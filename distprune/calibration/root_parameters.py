@@ -19,9 +19,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from distprune.collectives import Communicator, lookup_rows, whole_tensor
-from distprune.masks import is_masked
-from distprune.shards import own_params, private
+from distprune.collectives.base import Communicator
+from distprune.collectives.tensors import lookup_rows, whole_tensor
+from distprune.masks.fsdp2 import is_masked
+from distprune.shards.fsdp2 import own_params
+from distprune.shards.torch_private import private
 
 _tree_map = private("torch.utils._pytree", "tree_map")
 

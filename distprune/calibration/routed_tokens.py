@@ -17,8 +17,10 @@ from dataclasses import dataclass
 import torch
 
 from distprune.calibration.targets import Beside
-from distprune.collectives import Communicator, as_bytes, from_bytes, max_together, swap_known, swap_unknown
-from distprune.shards import batches
+from distprune.collectives.agree import max_together, swap_known, swap_unknown
+from distprune.collectives.base import Communicator
+from distprune.collectives.tensors import as_bytes, from_bytes
+from distprune.shards.device import batches
 
 ARRIVING = 1 << 26  # bytes at one rank in a round, unless one sample gives an input more
 

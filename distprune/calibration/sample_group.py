@@ -21,9 +21,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from distprune.collectives import Communicator, gather_features, out_of_step, told_by_all
-from distprune.models import expert_weights
-from distprune.shards import Fsdp2Params, local_of
+from distprune.collectives.base import Communicator, out_of_step
+from distprune.collectives.known import told_by_all
+from distprune.collectives.tensors import gather_features
+from distprune.models.weights import expert_weights
+from distprune.shards.fsdp2 import Fsdp2Params
+from distprune.shards.layouts import local_of
 
 
 @dataclass(frozen=True)

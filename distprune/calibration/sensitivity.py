@@ -28,19 +28,15 @@ from torch.utils.checkpoint import checkpoint
 from distprune.calibration.data import own_samples
 from distprune.calibration.listening import first_layers
 from distprune.calibration.sample_group import SampleGroup, flat_local
-from distprune.collectives import Communicator, sum_together, together
-from distprune.models import (
-    LinearLayer,
-    bare_model,
-    cross_entropy,
-    decoder_blocks,
-    evaluating,
-    expert_gradients,
-    keeping_weights,
-    needing_gradients,
-    replacing_forwards,
-)
-from distprune.shards import in_step
+from distprune.collectives.agree import sum_together, together
+from distprune.collectives.base import Communicator
+from distprune.models.cross_entropy import cross_entropy
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.models.evaluating import evaluating, keeping_weights, needing_gradients, replacing_forwards
+from distprune.models.experts import expert_gradients
+from distprune.models.find_shards import bare_model
+from distprune.models.linear_layers import LinearLayer
+from distprune.shards.in_step import in_step
 
 _EXPERTS_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")  # of every experts module of transformers 5
 

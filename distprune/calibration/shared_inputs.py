@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from distprune.collectives import Communicator, max_together, sum_together
+from distprune.collectives.agree import max_together, sum_together
+from distprune.collectives.base import Communicator
 
 
 def shared_inputs(

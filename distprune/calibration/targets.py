@@ -22,7 +22,7 @@ from distprune.calibration.listening import Listener, listening
 from distprune.calibration.order import BlockOrder
 from distprune.calibration.sample_group import flat_local
 from distprune.calibration.walk import Walk, fitting
-from distprune.models import LinearLayer
+from distprune.models.linear_layers import LinearLayer
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,11 @@ from distprune.calibration.catch_inputs import catch_inputs
 from distprune.calibration.data import own_samples
 from distprune.calibration.sample_group import SampleGroup, find_sample_group, shared_axis
 from distprune.calibration.walk import Walk
-from distprune.collectives import Communicator, guarding, sum_together, together
-from distprune.models import evaluating
-from distprune.shards import fetched
+from distprune.collectives.agree import sum_together, together
+from distprune.collectives.base import Communicator
+from distprune.collectives.guarded import guarding
+from distprune.models.evaluating import evaluating
+from distprune.shards.device import fetched
 
 Progress = Callable[[int, int], None] | None
 

@@ -24,8 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from distprune.calibration.free_memory import FreeMemory
 from distprune.calibration.sample_group import SampleGroup
-from distprune.collectives import Communicator, together
-from distprune.shards import are_finite, fetched, kept_gathered
+from distprune.collectives.agree import together
+from distprune.collectives.base import Communicator
+from distprune.shards.device import are_finite, fetched
+from distprune.shards.fsdp2_forward import kept_gathered
 
 
 @dataclass(frozen=True)

@@ -26,20 +26,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distprune.calibration.walk import Walk
-from distprune.collectives import Communicator, as_told, cannot_meet, max_together, placed_like, sum_together
-from distprune.models import needing_gradients
+from distprune.collectives.agree import max_together, sum_together
+from distprune.collectives.base import Communicator, as_told, cannot_meet
+from distprune.collectives.tensors import placed_like
+from distprune.models.evaluating import needing_gradients
 from distprune.scores.exact_sum import FloatGrid, grid_scale, on_grid
-from distprune.shards import (
-    Geometry,
-    cut,
-    fetched,
-    flat_chunks,
-    local_of,
-    local_shard,
-    own_settings,
-    plain_attention,
-    row_chunks,
-)
+from distprune.shards.device import fetched, row_chunks
+from distprune.shards.geometry import Geometry
+from distprune.shards.layouts import local_of, local_shard
+from distprune.shards.local_shard import cut, flat_chunks
+from distprune.shards.own_settings import own_settings, plain_attention
 
 Run = Callable[[int], torch.Tensor]
 _ROOM = 8.0  # for larger gradients than there were before

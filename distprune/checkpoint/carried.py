@@ -16,7 +16,7 @@ from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry
 from distprune.checkpoint.meta_model import build_like, build_on_meta
 from distprune.checkpoint.naming import check_complete, check_tensors, model_regions
 from distprune.checkpoint.regions import Region, Shape, extents, fitted, regions_by_name
-from distprune.models import decoder_blocks
+from distprune.models.decoder_blocks import decoder_blocks
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from distprune.checkpoint.optional_packages import import_extra
-from distprune.collectives import Communicator, sum_together
+from distprune.collectives.agree import sum_together
+from distprune.collectives.base import Communicator
 
 NUM_WORDS = 2  # of 64 bits
 _READ_BYTES = 8 << 20  # of a file, at a time

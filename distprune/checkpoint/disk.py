@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from distprune.collectives import Communicator
+from distprune.collectives.base import Communicator
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NUM_DIGITS = 16

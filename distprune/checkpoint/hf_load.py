@@ -22,9 +22,10 @@ from distprune.checkpoint.naming import Regions, different_values, names_by_tens
 from distprune.checkpoint.regions import regions_by_name
 from distprune.checkpoint.shared_reading import open_together, sample_together
 from distprune.checkpoint.stored_slices import Progress, Stored, fill_shards, stored_slices
-from distprune.collectives import Group, agree, communicator, together
-from distprune.models import decoder_blocks
-from distprune.shards import local_shard
+from distprune.collectives.agree import agree, together
+from distprune.collectives.communicator import Group, communicator
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.shards.layouts import local_shard
 
 
 def load_model(

@@ -19,8 +19,11 @@ from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry, WeightFi
 from distprune.checkpoint.output_files import allocate_directory, planned
 from distprune.checkpoint.sharded_file import Stretch, chunks_of, read_at, write_chunk
 from distprune.checkpoint.stored_slices import Progress, fill_shards
-from distprune.collectives import Group, agree, communicator, together, work_together
-from distprune.shards import LocalShard, local_shard
+from distprune.collectives.agree import agree, together
+from distprune.collectives.communicator import Group, communicator
+from distprune.collectives.slow import work_together
+from distprune.shards.layouts import local_shard
+from distprune.shards.local_shard import LocalShard
 
 
 def save_model(

@@ -13,7 +13,10 @@ from functools import partial
 from pathlib import Path
 
 from distprune.checkpoint.optional_packages import import_extra
-from distprune.collectives import Communicator, Group, agree, communicator, together, work_together
+from distprune.collectives.agree import agree, together
+from distprune.collectives.base import Communicator
+from distprune.collectives.communicator import Group, communicator
+from distprune.collectives.slow import work_together
 
 _HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
 _NEEDED = ["*.safetensors", "config.json"]

@@ -17,8 +17,8 @@ from distprune.brief import count, one_line, share, worst, zeros
 from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry, open_directory
 from distprune.checkpoint.stored_parameters import find_stored
 from distprune.checkpoint.stored_slices import Progress, Slices, stored_slices
-from distprune.models import matrix_of_weight
-from distprune.shards import local_shard
+from distprune.models.weights import matrix_of_weight
+from distprune.shards.layouts import local_shard
 from distprune.totals import Totals
 
 PATTERNS = ((1, 4), (2, 4), (4, 8))

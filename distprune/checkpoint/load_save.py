@@ -17,9 +17,10 @@ from distprune.checkpoint.hub import resolve_model
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.output_directory import writing
 from distprune.checkpoint.shared_reading import open_together
-from distprune.collectives import Group, communicator, together
-from distprune.models import check_model
-from distprune.shards import as_device
+from distprune.collectives.agree import together
+from distprune.collectives.communicator import Group, communicator
+from distprune.models.find_shards import check_model
+from distprune.shards.device import as_device
 
 
 def mesh_of(group: Group, num_ranks: int, device: torch.device) -> DeviceMesh | None:

@@ -18,7 +18,9 @@ from distprune.checkpoint.disk import make_file, partial_of, put_in_place, sync_
 from distprune.checkpoint.output_directory import check_shared
 from distprune.checkpoint.output_lock import locking
 from distprune.checkpoint.replaceable import Inputs, holds_model, lies_in
-from distprune.collectives import Group, agree, cannot_meet, communicator, together
+from distprune.collectives.agree import agree, together
+from distprune.collectives.base import cannot_meet
+from distprune.collectives.communicator import Group, communicator
 
 
 def check_file(target: str | Path, *, overwrite: bool = False, inputs: Inputs = (), num_bytes: int = 0) -> Path:

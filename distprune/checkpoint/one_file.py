@@ -14,8 +14,11 @@ from distprune.checkpoint.new_file import writing_file
 from distprune.checkpoint.output_files import header_of, planned
 from distprune.checkpoint.sharded_file import chunks_of, write_chunk
 from distprune.checkpoint.stored_slices import fill_shards
-from distprune.collectives import Communicator, together, work_together
-from distprune.shards import Geometry, LocalShard
+from distprune.collectives.agree import together
+from distprune.collectives.base import Communicator
+from distprune.collectives.slow import work_together
+from distprune.shards.geometry import Geometry
+from distprune.shards.local_shard import LocalShard
 
 
 def write_together(

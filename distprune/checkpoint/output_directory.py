@@ -17,16 +17,10 @@ from distprune.checkpoint.disk import sync_file
 from distprune.checkpoint.hf_directory import WEIGHT_SUFFIX
 from distprune.checkpoint.output_lock import locking, remove_tree
 from distprune.checkpoint.replaceable import Inputs, check_output
-from distprune.collectives import (
-    Communicator,
-    Group,
-    agree,
-    as_told,
-    cannot_meet,
-    communicator,
-    together,
-    work_together,
-)
+from distprune.collectives.agree import agree, together
+from distprune.collectives.base import Communicator, as_told, cannot_meet
+from distprune.collectives.communicator import Group, communicator
+from distprune.collectives.slow import work_together
 
 # linux/fcntl.h, linux/fs.h
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2

@@ -20,7 +20,7 @@ from distprune.checkpoint.hf_directory import (
     WeightFile,
     read_json,
 )
-from distprune.shards import LocalShard
+from distprune.shards.local_shard import LocalShard
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGNMENT = 8  # bytes: where the safetensors library lets the data begin

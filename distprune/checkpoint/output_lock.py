@@ -20,7 +20,8 @@ from pathlib import Path
 
 from filelock import FileLock, SoftFileLock, Timeout
 
-from distprune.collectives import Communicator, together
+from distprune.collectives.agree import together
+from distprune.collectives.base import Communicator
 
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _PATIENCE = 0.2  # seconds: the job before may just be removing its lock

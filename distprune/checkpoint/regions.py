@@ -17,7 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
-from distprune.shards import Geometry, LocalShard, within
+from distprune.shards.geometry import Geometry
+from distprune.shards.local_shard import LocalShard
+from distprune.shards.pieces import within
 
 Shape = tuple[int, ...]
 

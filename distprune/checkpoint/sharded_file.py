@@ -17,7 +17,9 @@ import torch
 
 from distprune.checkpoint.hf_directory import TensorEntry
 from distprune.checkpoint.mapped_file import mapped_file_at
-from distprune.shards import Geometry, LocalShard, bytes_of, fetch_in_turn, flat_chunk
+from distprune.shards.geometry import Geometry
+from distprune.shards.local_shard import LocalShard, bytes_of, flat_chunk
+from distprune.shards.staged import fetch_in_turn
 
 Stretch: TypeAlias = tuple[int, int, int]  # flat index in the whole tensor; start and stop in the chunk
 

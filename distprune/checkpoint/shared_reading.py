@@ -16,7 +16,8 @@ import torch
 from distprune.checkpoint.digest import NUM_WORDS, as_words, new_digest
 from distprune.checkpoint.disk import share_of
 from distprune.checkpoint.hf_directory import HfDirectory, list_files, read_header
-from distprune.collectives import Communicator, agree, same_everywhere, sum_together, together
+from distprune.collectives.agree import agree, same_everywhere, sum_together, together
+from distprune.collectives.base import Communicator
 
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of every weight file
 _WORD = 8  # bytes

@@ -21,7 +21,8 @@ from distprune.checkpoint.naming import Regions
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.pretrained import check_config
 from distprune.checkpoint.regions import Region, regions_by_name
-from distprune.models import Found, find_shards, model_of_names
+from distprune.models.find_shards import Found, find_shards
+from distprune.models.named_model import model_of_names
 
 # What quantizers store beside, or instead of, a weight (bitsandbytes, GPTQ, AWQ, compressed-tensors, FP8).
 _QUANTIZED = (

@@ -11,7 +11,9 @@ from typing import Any, TypeAlias
 import torch
 
 from distprune.checkpoint.hf_directory import TensorEntry, WeightFile, open_weights
-from distprune.shards import Geometry, LocalShard, cut, send_in_turn
+from distprune.shards.geometry import Geometry
+from distprune.shards.local_shard import LocalShard, cut
+from distprune.shards.staged import send_in_turn
 
 _AHEAD_BYTES = 1 << 20  # read ahead at a time: of more Linux reads as much as a disk likes to, and forgets the rest
 _COPY_BYTES = 8 << 20  # read at a time; what is mapped from the file is not counted as ours

@@ -10,7 +10,8 @@ import torch
 
 from distprune.checkpoint.regions import Region, extents
 from distprune.checkpoint.tiled import Tile, Tiled
-from distprune.shards import Geometry, cut
+from distprune.shards.geometry import Geometry
+from distprune.shards.local_shard import cut
 
 
 class StoredValues:

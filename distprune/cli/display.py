@@ -10,7 +10,8 @@ from typing import Any, Self
 from typing_extensions import override
 
 from distprune.brief import printable
-from distprune.checkpoint import InspectReport, import_extra
+from distprune.checkpoint.inspect import InspectReport
+from distprune.checkpoint.optional_packages import import_extra
 from distprune.cli.heartbeat import Heartbeat
 from distprune.cli.summary import inspection_lines, job_lines, sample_lines
 from distprune.cli.tables import show_inspection, show_job, show_plan

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from distprune.checkpoint import import_extra
+from distprune.checkpoint.optional_packages import import_extra
 
 Launcher = Literal["torchrun", "slurm", "mpi", "alone"]
 

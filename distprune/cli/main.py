@@ -17,7 +17,7 @@ import torch
 import typer
 
 from distprune.brief import printable
-from distprune.checkpoint import inspect_directory
+from distprune.checkpoint.inspect import inspect_directory
 from distprune.cli.bus_error import explain_bus_errors
 from distprune.cli.commands import JobCommand, add_command, as_epilog
 from distprune.cli.display import Display
@@ -26,7 +26,7 @@ from distprune.cli.out_of_memory import is_out_of_memory, memory_line
 from distprune.cli.ranks import Launch
 from distprune.cli.usage import UsageError, usage_text
 from distprune.cli.wording import worded
-from distprune.collectives import as_told, cannot_meet, has_lost_ranks
+from distprune.collectives.base import as_told, cannot_meet, has_lost_ranks
 from distprune.jobs import (
     BareJob,
     FinetuneJob,

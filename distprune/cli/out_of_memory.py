@@ -7,7 +7,7 @@ import re
 
 import torch
 
-from distprune.calibration import available_bytes
+from distprune.calibration.available import available_bytes
 from distprune.jobs import BareJob, FinetuneJob, PruneJob
 from distprune.mistakes import was_told
 from distprune.oneshot.room import gibibytes

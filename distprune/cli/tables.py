@@ -7,13 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from distprune.brief import printable
-from distprune.checkpoint import InspectReport, import_extra
+from distprune.checkpoint.inspect import InspectReport
+from distprune.checkpoint.optional_packages import import_extra
 from distprune.jobs import JobReport, PlannedWalk, Trained, Walked, Work
 from distprune.jobs.figures import Kind, kinds_of, range_of, trial_rows
 from distprune.jobs.report import SmallerModel
 from distprune.oneshot.room import gibibytes
 from distprune.oneshot.walk_costs import PartCost
-from distprune.pruning import PruneReport
+from distprune.pruning.report import PruneReport
 
 _WIDTH_OF_FILES = 200  # characters
 _NUMBERS = {"zeros", "sparsity", "device MiB", "host MiB", "sent MiB", "arriving MiB", "seconds"}  # columns

@@ -9,15 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.checkpoint import ModelWriter, digest_together
-from distprune.checkpoint.digest import as_words, new_digest
-from distprune.collectives import Communicator, together, work_together
+from distprune.checkpoint.digest import as_words, digest_together, new_digest
+from distprune.checkpoint.hf_save import ModelWriter
+from distprune.collectives.agree import together
+from distprune.collectives.base import Communicator
+from distprune.collectives.slow import work_together
 from distprune.jobs.journal import Item
 from distprune.jobs.run import Run, clock
 from distprune.jobs.unfinished import Unfinished
-from distprune.models import decoder_blocks
-from distprune.oneshot import BlockReport
-from distprune.shards import bytes_of, fetch_in_turn, flat_chunks, local_shard
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.oneshot.report import BlockReport
+from distprune.shards.layouts import local_shard
+from distprune.shards.local_shard import bytes_of, flat_chunks
+from distprune.shards.staged import fetch_in_turn
 
 BLOCK = "block"  # an item's kind
 

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.calibration import SELF
-from distprune.checkpoint import load_tokenizer
-from distprune.collectives import together
+from distprune.calibration.own_words import SELF
+from distprune.checkpoint.pretrained import load_tokenizer
+from distprune.collectives.agree import together
 from distprune.jobs.block_journal import digest_of
 from distprune.jobs.options import CALIBRATION, METHOD, MOST, RUNNING, ask, asked, parse_samples
 from distprune.jobs.own_words import OWN_WORDS, WindowCounts, Windows, counts_of, load_windows
 from distprune.jobs.run import Run
 from distprune.jobs.unfinished import ResumableJob, Unfinished
-from distprune.oneshot import TargetsOf
+from distprune.oneshot.plan import TargetsOf
 
 
 def ask_words_file(panel: str) -> Any:

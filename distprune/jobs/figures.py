@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distprune.brief import count, share
-from distprune.calibration import SELF
-from distprune.checkpoint import TensorReport
+from distprune.calibration.own_words import SELF
+from distprune.checkpoint.inspect import TensorReport
 from distprune.jobs.report import JobReport, SmallerModel, Trained, Walked, Work
-from distprune.patterns import as_pattern
-from distprune.pruning import PruneReport
-from distprune.removal import refit_of_units
+from distprune.patterns.as_pattern import as_pattern
+from distprune.pruning.report import PruneReport
+from distprune.removal.choose_units import refit_of_units
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component of a dotted name
 

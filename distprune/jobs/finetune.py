@@ -13,10 +13,15 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
-from distprune.calibration import SELF, Batches, WindowBatches, check_fit
-from distprune.checkpoint import HfDirectory, load_tokenizer, open_together, remove_files, resolve_model
-from distprune.checkpoint.hf_directory import CONFIG_NAME, read_json
-from distprune.collectives import sum_together, together
+from distprune.calibration.batches import Batches, WindowBatches
+from distprune.calibration.data import check_fit
+from distprune.calibration.own_words import SELF
+from distprune.checkpoint.hf_directory import CONFIG_NAME, HfDirectory, read_json
+from distprune.checkpoint.hub import resolve_model
+from distprune.checkpoint.output_lock import remove_files
+from distprune.checkpoint.pretrained import load_tokenizer
+from distprune.checkpoint.shared_reading import open_together
+from distprune.collectives.agree import sum_together, together
 from distprune.jobs.calibrated import ask_words_file
 from distprune.jobs.journal import Item
 from distprune.jobs.masked_training import MaskedTraining
@@ -27,8 +32,8 @@ from distprune.jobs.run import Device, Run, clock
 from distprune.jobs.training_state import state_digest
 from distprune.jobs.unfinished import STATE, ResumableJob, Unfinished, open_unfinished
 from distprune.jobs.watcher import Watcher
-from distprune.models import find_shards
-from distprune.shards import LocalShard, count_zeros
+from distprune.models.find_shards import find_shards
+from distprune.shards.local_shard import LocalShard, count_zeros
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _WARM_UP = 0.1  # of the job: the learning rate rises, and then falls to zero

@@ -8,12 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from distprune.calibration import available_bytes, writing_bytes
-from distprune.collectives import Communicator, max_together, together, told_by_all
+from distprune.calibration.available import available_bytes
+from distprune.calibration.own_words import writing_bytes
+from distprune.collectives.agree import max_together, together
+from distprune.collectives.base import Communicator
+from distprune.collectives.known import told_by_all
 from distprune.jobs.run import Run
-from distprune.oneshot import MemoryPlan, WalkRequest, fitted
+from distprune.oneshot.memory_plan import MemoryPlan, fitted
 from distprune.oneshot.room import SURE, gibibytes, largest_parts, ways_out
-from distprune.oneshot.walk_costs import ModelShape
+from distprune.oneshot.walk_costs import ModelShape, WalkRequest
 
 _UNKNOWN = 1 << 62
 _TOKEN_BYTES = 24  # of a window: as it was written, and in the message that tells it to all ranks, twice

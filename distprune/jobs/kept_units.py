@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.models import UnitKind, find_all_units
-from distprune.removal import Kept
+from distprune.models.units import UnitKind, find_all_units
+from distprune.removal.plan import Kept
 
 
 def num_units(model: nn.Module, kinds: Sequence[UnitKind]) -> dict[tuple[str, UnitKind, str], int]:

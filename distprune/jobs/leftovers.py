@@ -6,7 +6,8 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from distprune.checkpoint import remove_files, small_folders
+from distprune.checkpoint.hf_directory import small_folders
+from distprune.checkpoint.output_lock import remove_files
 from distprune.jobs.journal import JOURNAL_NAME, Journal
 
 WORDS_NAME = "own_words.tokens"  # what the model wrote; by its name no weights

@@ -13,12 +13,15 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from distprune.collectives import Communicator, out_of_step, sum_together, together
+from distprune.collectives.agree import sum_together, together
+from distprune.collectives.base import Communicator, out_of_step
 from distprune.jobs.training_state import read_state, write_state
-from distprune.models import evaluating
+from distprune.models.evaluating import evaluating
 from distprune.pruning.agreement import agree_on_model
-from distprune.shards import LocalShard, bits_of, checksum, count_zeros, local_of
-from distprune.training import Hold, hold_zeros
+from distprune.shards.checksum import checksum
+from distprune.shards.layouts import local_of
+from distprune.shards.local_shard import LocalShard, bits_of, count_zeros
+from distprune.training.hold import Hold, hold_zeros
 
 _BETAS = (0.9, 0.95)
 _LONGEST_GRADIENT = 1.0  # longer ones are cut to this norm

@@ -7,13 +7,14 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from distprune.checkpoint import import_extra, name_of_model
 from distprune.checkpoint.hf_directory import CONFIG_NAME
+from distprune.checkpoint.hub import name_of_model
+from distprune.checkpoint.optional_packages import import_extra
 from distprune.jobs.figures import by_kind, evaluated, range_of, trial_rows, work_rows
 from distprune.jobs.options import Job, options_of
 from distprune.jobs.report import JobReport, PrunedBlocks, SmallerModel, Trained, Work
-from distprune.patterns import Pattern
-from distprune.pruning import PruneReport
+from distprune.patterns.base import Pattern
+from distprune.pruning.report import PruneReport
 
 CARD_NAME = "README.md"
 

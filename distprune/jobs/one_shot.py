@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
-from distprune.collectives import together, work_together
+from distprune.collectives.agree import together
+from distprune.collectives.slow import work_together
 from distprune.jobs.block_journal import BlockJournal
 from distprune.jobs.calibrated import CalibratedJob, load_calibrated
 from distprune.jobs.fit_memory import fit_memory
@@ -18,26 +19,25 @@ from distprune.jobs.report import JobReport, PrunedBlocks
 from distprune.jobs.run import Device, Run, clock
 from distprune.jobs.unfinished import open_unfinished
 from distprune.jobs.watcher import Watcher
-from distprune.models import count_parameters
-from distprune.oneshot import (
-    Allocation,
+from distprune.models.find_shards import count_parameters
+from distprune.oneshot.allocation import Allocation, allocate
+from distprune.oneshot.model_shape import shape_of
+from distprune.oneshot.plan import (
     BlockRefit,
     OneShotMethod,
     Permute,
     Sequential,
-    WalkRequest,
-    allocate,
     default_sequential,
     default_targets,
     permuted_for,
-    prune_blocks,
     refit_of,
-    shape_of,
     share_of_targets,
     updates_weights,
 )
-from distprune.oneshot.walk_costs import DEVICE, speeds_of
-from distprune.patterns import NByM, as_pattern
+from distprune.oneshot.prune_blocks import prune_blocks
+from distprune.oneshot.walk_costs import DEVICE, WalkRequest, speeds_of
+from distprune.patterns.as_pattern import as_pattern
+from distprune.patterns.n_by_m import NByM
 
 
 @asked

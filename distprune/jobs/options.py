@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform, get_arg
 
 import torch
 
-from distprune.checkpoint import check_output
-from distprune.patterns import Pattern
+from distprune.checkpoint.replaceable import check_output
+from distprune.patterns.base import Pattern
 
 # Panels of the help, in their order.
 FILES, METHOD, SIZES, CALIBRATION = "Output", "Method", "What stays", "Calibration"

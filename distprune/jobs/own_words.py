@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.calibration import SELF, check_fit, load_samples, own_words, texts_of, token_digest
-from distprune.collectives import agree, together
+from distprune.calibration.data import check_fit, load_samples, token_digest
+from distprune.calibration.own_words import SELF, own_words, texts_of
+from distprune.collectives.agree import agree, together
 from distprune.jobs.fit_memory import fit_writing
 from distprune.jobs.journal import Item
 from distprune.jobs.leftovers import WORDS_NAME

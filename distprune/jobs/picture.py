@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distprune.brief import count, share
-from distprune.checkpoint import import_extra, name_of_model
+from distprune.checkpoint.hub import name_of_model
+from distprune.checkpoint.optional_packages import import_extra
 from distprune.figure import new_figure, png_of
 from distprune.jobs.figures import Kind, by_kind
 from distprune.jobs.report import JobReport, PrunedBlocks, SmallerModel, Trained, Work
-from distprune.pruning import PruneReport
+from distprune.pruning.report import PruneReport
 
 PICTURE_NAME = "report.png"
 

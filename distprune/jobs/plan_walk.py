@@ -10,17 +10,24 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from distprune.brief import one_line
-from distprune.calibration import SELF, available_bytes, load_samples, texts_of, writing_bytes
-from distprune.checkpoint import load_tokenizer, open_together, resolve_model
+from distprune.calibration.available import available_bytes
+from distprune.calibration.data import load_samples
+from distprune.calibration.own_words import SELF, texts_of, writing_bytes
+from distprune.checkpoint.hub import resolve_model
 from distprune.checkpoint.meta_model import build_on_meta
-from distprune.collectives import agree, communicator, together
+from distprune.checkpoint.pretrained import load_tokenizer
+from distprune.checkpoint.shared_reading import open_together
+from distprune.collectives.agree import agree, together
+from distprune.collectives.communicator import communicator
 from distprune.jobs.fit_memory import num_on_machine
 from distprune.jobs.one_shot import OneShotJob
 from distprune.jobs.options import PLAN, ask, asked as asked_of, parse_bytes
 from distprune.jobs.run import Device
 from distprune.jobs.watcher import Reporter, Watcher
 from distprune.jobs.words_file import read_words
-from distprune.oneshot import MemoryPlan, WalkRequest, fitted, shape_of
+from distprune.oneshot.memory_plan import MemoryPlan, fitted
+from distprune.oneshot.model_shape import shape_of
+from distprune.oneshot.walk_costs import WalkRequest
 
 
 @asked_of

@@ -7,13 +7,15 @@ from typing import ClassVar, Literal
 import torch.distributed as dist
 from typing_extensions import override
 
-from distprune.checkpoint import writing
+from distprune.checkpoint.output_directory import writing
 from distprune.jobs.options import METHOD, PruningJob, ask, asked
 from distprune.jobs.report import JobReport
 from distprune.jobs.run import Device, Run
 from distprune.jobs.watcher import Watcher
-from distprune.patterns import Scope, as_pattern
-from distprune.pruning import PruneReport, prune_model
+from distprune.patterns.as_pattern import as_pattern
+from distprune.patterns.base import Scope
+from distprune.pruning.prune_model import prune_model
+from distprune.pruning.report import PruneReport
 
 
 @asked

@@ -12,8 +12,9 @@ from typing_extensions import override
 
 from distprune.brief import count, one_line, share, zeros
 from distprune.jobs.options import Job
-from distprune.oneshot import Allocation, OneShotReport
-from distprune.pruning import PruneReport
+from distprune.oneshot.allocation import Allocation
+from distprune.oneshot.report import OneShotReport
+from distprune.pruning.report import PruneReport
 
 
 @dataclass(frozen=True)

@@ -16,22 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distprune.calibration import token_digest
-from distprune.checkpoint import (
-    HfDirectory,
-    check_output,
-    file_digest,
-    load_model,
-    load_tokenizer,
-    locking,
-    mesh_of,
-    open_together,
-    resolve_model,
-    sample_together,
-    save_model,
-)
+from distprune.calibration.data import token_digest
+from distprune.checkpoint.digest import file_digest
 from distprune.checkpoint.disk import write_whole
-from distprune.collectives import Alone, agree, communicator, together
+from distprune.checkpoint.hf_directory import HfDirectory
+from distprune.checkpoint.hf_load import load_model
+from distprune.checkpoint.hf_save import save_model
+from distprune.checkpoint.hub import resolve_model
+from distprune.checkpoint.load_save import mesh_of
+from distprune.checkpoint.output_lock import locking
+from distprune.checkpoint.pretrained import load_tokenizer
+from distprune.checkpoint.replaceable import check_output
+from distprune.checkpoint.shared_reading import open_together, sample_together
+from distprune.collectives.agree import agree, together
+from distprune.collectives.alone import Alone
+from distprune.collectives.communicator import communicator
 from distprune.evaluation import perplexities, tokenize_file
 from distprune.jobs.journal import JOURNAL_NAME
 from distprune.jobs.leftovers import tidy
@@ -42,7 +41,7 @@ from distprune.jobs.report import Evaluation, JobReport, Work
 from distprune.jobs.tasks import load_tasks, run_tasks
 from distprune.jobs.watcher import Reporter, Watcher
 from distprune.oneshot.report import peak_memory
-from distprune.shards import as_device
+from distprune.shards.device import as_device
 from distprune.version import __version__
 
 REPORT_NAME = "report.json"

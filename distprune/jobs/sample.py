@@ -11,25 +11,22 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from distprune.calibration import TOP_K, own_words, texts_of
-from distprune.checkpoint import (
-    check_file,
-    load_model,
-    load_tokenizer,
-    mesh_of,
-    name_of_model,
-    open_together,
-    resolve_model,
-    writing_file,
-)
-from distprune.collectives import agree, communicator, together
+from distprune.calibration.own_words import TOP_K, own_words, texts_of
+from distprune.checkpoint.hf_load import load_model
+from distprune.checkpoint.hub import name_of_model, resolve_model
+from distprune.checkpoint.load_save import mesh_of
+from distprune.checkpoint.new_file import check_file, writing_file
+from distprune.checkpoint.pretrained import load_tokenizer
+from distprune.checkpoint.shared_reading import open_together
+from distprune.collectives.agree import agree, together
+from distprune.collectives.communicator import communicator
 from distprune.jobs.fit_memory import fit_writing
 from distprune.jobs.options import DTYPES, FILES, MOST, WINDOWS, BareJob, ask, asked
 from distprune.jobs.run import Device
 from distprune.jobs.watcher import Reporter, Watcher
 from distprune.jobs.words_file import about_tokenizer, words_content
 from distprune.oneshot.report import peak_memory
-from distprune.shards import as_device
+from distprune.shards.device import as_device
 
 
 @asked

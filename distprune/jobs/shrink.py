@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
-from distprune.collectives import together
+from distprune.collectives.agree import together
 from distprune.jobs.block_journal import BlockJournal
 from distprune.jobs.calibrated import CalibratedJob, load_calibrated
 from distprune.jobs.journal import Item
@@ -23,30 +23,21 @@ from distprune.jobs.run import Device, Run, clock
 from distprune.jobs.speed import compare_speed
 from distprune.jobs.unfinished import Unfinished, open_unfinished
 from distprune.jobs.watcher import Watcher
-from distprune.models import count_parameters, decoder_blocks
-from distprune.oneshot import BlockReport, share_of_targets
-from distprune.removal import (
-    Budget,
-    CriterionName,
-    Division,
-    ExpertCriterion,
-    Kept,
-    LayerCriterion,
-    Refit,
-    Removal,
-    Sizes,
-    Trial,
-    choose_experts,
-    choose_units,
-    cut_model,
-    default_targets_of,
-    divide_budget,
-    find_budget,
-    order_layers,
-    refit_in_trials,
-    refit_of_units,
-    remove_units,
-)
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.models.find_shards import count_parameters
+from distprune.oneshot.plan import share_of_targets
+from distprune.oneshot.report import BlockReport
+from distprune.removal.budget import Budget
+from distprune.removal.choose_units import Removal, choose_units, default_targets_of, refit_in_trials, refit_of_units
+from distprune.removal.criteria import CriterionName
+from distprune.removal.experts import ExpertCriterion, choose_experts
+from distprune.removal.layers import LayerCriterion, order_layers
+from distprune.removal.plan import Kept
+from distprune.removal.rebuild import remove_units
+from distprune.removal.remover import Refit
+from distprune.removal.shrink_model import cut_model
+from distprune.removal.sizes import Sizes
+from distprune.removal.trials import Division, Trial, divide_budget, find_budget
 
 _EXPERTS, _TRIAL = "experts", "trial"  # kinds of items
 

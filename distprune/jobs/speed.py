@@ -21,10 +21,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from distprune.checkpoint import import_extra
-from distprune.collectives import work_together
+from distprune.checkpoint.optional_packages import import_extra
+from distprune.collectives.slow import work_together
 from distprune.jobs.run import Run, clock
-from distprune.models import text_config
+from distprune.models.sizes import text_config
 
 _LENGTH = 512  # tokens of a forward
 _PROMPT, _GENERATED = 32, 64  # tokens

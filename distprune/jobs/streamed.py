@@ -11,7 +11,7 @@ from distprune import host_loops
 from distprune.checkpoint.hf_directory import CONFIG_NAME, read_json
 from distprune.checkpoint.stored_parameters import find_stored, mapped_tensors
 from distprune.checkpoint.stored_values import StoredValues
-from distprune.collectives import together
+from distprune.collectives.agree import together
 from distprune.jobs.options import FILES, METHOD, ask, asked
 from distprune.jobs.prune import PruneJob
 from distprune.jobs.report import JobReport
@@ -19,8 +19,8 @@ from distprune.jobs.run import Run, clock
 from distprune.jobs.stretches import STRETCH, StretchWriter
 from distprune.jobs.unfinished import ResumableJob, open_unfinished
 from distprune.jobs.watcher import Watcher
-from distprune.pruning import PruneReport
 from distprune.pruning.prune_model import Request
+from distprune.pruning.report import PruneReport
 from distprune.pruning.streamed import StreamedPruning
 
 _COMPILED_BYTES = 1 << 30  # of a rank: for less, compiled loops take clearly longer to load than they bring

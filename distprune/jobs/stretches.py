@@ -31,12 +31,16 @@ from distprune.checkpoint.regions import Region
 from distprune.checkpoint.sharded_file import chunks_of, stretches_of, write_chunk
 from distprune.checkpoint.stored_parameters import StoredParameters, mapped_tensors
 from distprune.checkpoint.stored_slices import Progress, read_ahead
-from distprune.collectives import Communicator, sum_together, together, work_together
+from distprune.collectives.agree import sum_together, together
+from distprune.collectives.base import Communicator
+from distprune.collectives.slow import work_together
 from distprune.jobs.journal import Item
 from distprune.jobs.unfinished import Unfinished
 from distprune.pruning.streamed import StreamedPruning
-from distprune.selection import raise_nans
-from distprune.shards import Geometry, LocalShard, bytes_of, cut, pieces_of, share_of, within
+from distprune.selection.kth_value import raise_nans
+from distprune.shards.geometry import Geometry
+from distprune.shards.local_shard import LocalShard, bytes_of, cut
+from distprune.shards.pieces import pieces_of, share_of, within
 
 STRETCH = "stretch"  # an item's kind
 _STRETCH_BYTES = 256 << 20  # of a rank

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.checkpoint import import_extra
-from distprune.collectives import Communicator, agree, as_told, cannot_meet
+from distprune.checkpoint.optional_packages import import_extra
+from distprune.collectives.agree import agree
+from distprune.collectives.base import Communicator, as_told, cannot_meet
 from distprune.evaluation import Continuation, Progress, log_likelihoods
 
 _EXTRA = "tasks"

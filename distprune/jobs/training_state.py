@@ -18,8 +18,11 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from distprune.checkpoint import file_digest, remove_files
-from distprune.collectives import Communicator, ProcessGroup, together
+from distprune.checkpoint.digest import file_digest
+from distprune.checkpoint.output_lock import remove_files
+from distprune.collectives.agree import together
+from distprune.collectives.base import Communicator
+from distprune.collectives.process_group import ProcessGroup
 
 _FILE_BYTES = 1 << 30  # of all ranks together: a rank has its part of a file in memory twice
 

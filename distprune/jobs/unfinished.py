@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from distprune.checkpoint import check_shared, make_staging, publish, small_folders
 from distprune.checkpoint.disk import whole_name
-from distprune.checkpoint.hf_directory import INDEX_NAME, HfDirectory
-from distprune.collectives import Communicator, agree, together, work_together
+from distprune.checkpoint.hf_directory import INDEX_NAME, HfDirectory, small_folders
+from distprune.checkpoint.output_directory import check_shared, make_staging, publish
+from distprune.collectives.agree import agree, together
+from distprune.collectives.base import Communicator
+from distprune.collectives.slow import work_together
 from distprune.jobs.journal import JOURNAL_NAME, Item, Journal
 from distprune.jobs.leftovers import WORDS_NAME, folder_of, remove_folder, states_in, tidy
 from distprune.jobs.model_card import CARD_NAME

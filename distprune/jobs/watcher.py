@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from distprune.collectives import Communicator, together
+from distprune.collectives.agree import together
+from distprune.collectives.base import Communicator
 
 
 class Watcher:

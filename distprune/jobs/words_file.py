@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from distprune.checkpoint import import_extra
 from distprune.checkpoint.digest import new_digest
 from distprune.checkpoint.disk import write_whole
+from distprune.checkpoint.optional_packages import import_extra
 from distprune.version import __version__
 
 _TOKENS = "token_ids"

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from distprune.masks.in_place import zero_where_pruned
 from distprune.masks.reparametrized import mask_of
-from distprune.models import check_model, find_shards
-from distprune.shards import local_of
+from distprune.models.find_shards import check_model, find_shards
+from distprune.shards.layouts import local_of
 
 _ADAPTED = "*.base_layer.*"  # how PEFT names what an adapter adapts
 _WRAPPED = ("original_module", "modules_to_save")  # and a module that it trains a copy of, and the copies

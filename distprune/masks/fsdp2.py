@@ -14,7 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from distprune.shards import Managed, sent
+from distprune.shards.device import sent
+from distprune.shards.fsdp2 import Managed
 from distprune.shards.torch_private import FSDPParam
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from distprune.masks.in_place import views_by_chunk
-from distprune.shards import batches, bits_of, chunk_size, sent
+from distprune.shards.device import batches, chunk_size, sent
+from distprune.shards.local_shard import bits_of
 
 _Piece = tuple[int, torch.Tensor, torch.Tensor]  # the number of a shard, some of its bits, and of its mask
 
@@ -32,7 +33,7 @@ class Grouped:
 
     @torch.no_grad()
     def read(self, least: torch.Tensor) -> torch.Tensor:
-        """Do with each shard as :func:`distprune.masks.read_kept`, and return its counts, (shards, 3), int64. Local.
+        """As :func:`distprune.masks.in_place.read_kept` for each shard; return its counts, (shards, 3), int64. Local.
 
         ``least``: of each shard, on the device, as what is returned: the host does not wait.
         """
@@ -55,7 +56,7 @@ class Grouped:
 
     @torch.no_grad()
     def write_signed_zeros(self) -> None:
-        """Do with each shard as :func:`distprune.masks.write_signed_zeros`. Local."""
+        """Do with each shard as :func:`distprune.masks.in_place.write_signed_zeros`. Local."""
         for group in self._up_to_date():
             group.look()
             group.now.logical_not_()

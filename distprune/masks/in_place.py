@@ -13,8 +13,9 @@ import torch
 from torch.autograd.graph import increment_version
 from typing_extensions import override
 
-from distprune.selection import Put, put_size
-from distprune.shards import as_array, bits_of, chunk_size, flat_chunk, is_small, on_host
+from distprune.selection.put import Put, put_size
+from distprune.shards.device import chunk_size, is_small, on_host
+from distprune.shards.local_shard import as_array, bits_of, flat_chunk
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NUM_SAMPLED = 100

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from distprune.masks.hooks import pruning_hooks
 from distprune.masks.in_place import write_signed_zeros
-from distprune.models import check_model
-from distprune.shards import dtensor_like, is_laid_out_like, local_of, local_part, local_shard
+from distprune.models.find_shards import check_model
+from distprune.shards.layouts import dtensor_like, is_laid_out_like, local_of, local_part, local_shard
 
 _wanted: ContextVar[bool] = ContextVar("plain_keys", default=False)
 

@@ -31,7 +31,9 @@ from distprune.masks.in_place import zero_where_pruned
 from distprune.masks.plain_keys import local_mask, take_plain_key, write_plain_keys
 from distprune.masks.savers import watch_savers
 from distprune.masks.writable import writable
-from distprune.shards import Fsdp2Params, LocalShard, Managed, dtensor_like, is_laid_out_like, local_part
+from distprune.shards.fsdp2 import Fsdp2Params, Managed
+from distprune.shards.layouts import dtensor_like, is_laid_out_like, local_part
+from distprune.shards.local_shard import LocalShard
 
 _CONTAINERS = (dict, OrderedDict, set, list)
 

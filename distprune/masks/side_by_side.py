@@ -10,7 +10,8 @@ import numpy.typing as npt
 import torch
 
 from distprune.masks.in_place import counts_of_read
-from distprune.shards import bits_of, chunk_size
+from distprune.shards.device import chunk_size
+from distprune.shards.local_shard import bits_of
 
 
 @final
@@ -45,7 +46,7 @@ class SideBySide:
         return found
 
     def read(self, i: int, least: int) -> tuple[int, int, bool]:
-        """Do with shard ``i`` as :func:`distprune.masks.read_kept`, right after :meth:`differing`. Local."""
+        """Do with shard ``i`` as :func:`distprune.masks.in_place.read_kept`, right after :meth:`differing`. Local."""
         bits, mask = self._bits[i], self._masks[i]
         too_few = bits.size - int(np.count_nonzero(bits)) < least
         return *counts_of_read(bits, mask, too_few), too_few

@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from distprune.shards import is_laid_out_like, local_of, private
+from distprune.shards.layouts import is_laid_out_like, local_of
+from distprune.shards.torch_private import private
 
 _tree_map_only = private("torch.utils._pytree", "tree_map_only")
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]

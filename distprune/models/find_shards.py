@@ -24,7 +24,9 @@ from distprune.models.left_out import left_out
 from distprune.models.linear_layers import WRAPPERS
 from distprune.models.parametrizations import Key, check_keeps_zeros, parametrized
 from distprune.models.weights import Shapes
-from distprune.shards import LocalShard, find_flat_parts, is_held, local_shard
+from distprune.shards.flat_param import find_flat_parts
+from distprune.shards.layouts import is_held, local_shard
+from distprune.shards.local_shard import LocalShard
 
 NamePattern = str | nn.Module
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from distprune.models.parametrizations import parametrized
 from distprune.models.weights import ShapesOf, expert_weights, is_adapter, is_conv1d, matrix_of_weight, own_shapes
-from distprune.shards import Runs
+from distprune.shards.geometry import Runs
 
 _UNKNOWN = "not the weight of a linear layer that this library knows"
 _GROUPED = "a linear layer in groups, each with inputs of its own"

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from distprune.collectives import natural_order
+from distprune.collectives.roster import natural_order
 
 _EMBEDDINGS = ("relative_attention_bias",)
 

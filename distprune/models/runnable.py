@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from distprune.shards import local_of, no_values
+from distprune.shards.layouts import local_of
+from distprune.shards.local_shard import no_values
 
 _PASSED = ("input_ids", "use_cache")
 _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
-from distprune.shards import Matrix
+from distprune.shards.matrix import Matrix
 
 # What transformers 5 calls the weights of its experts modules, in the order in which they are applied.
 _EXPERT_WEIGHTS = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"), ("gate_proj", "up_proj", "down_proj"))

@@ -17,14 +17,15 @@ from typing import ClassVar
 import torch
 from typing_extensions import override
 
-from distprune.calibration import Moments, MomentsOf, pack_triangle, unpack_triangle
+from distprune.calibration.moments import Moments, MomentsOf
+from distprune.calibration.triangle import pack_triangle, unpack_triangle
 from distprune.oneshot.damping import DAMPING, damped_factor
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Computed, Pruning, Solved, Solver, Stage, as_keys
-from distprune.patterns import Pattern
-from distprune.scores import LocalScores, Score, local_scores
-from distprune.selection import keep_highest_per_row
-from distprune.shards import on_host
+from distprune.patterns.base import Pattern
+from distprune.scores.base import LocalScores, Score, local_scores
+from distprune.selection.highest import keep_highest_per_row
+from distprune.shards.device import on_host
 
 PENALTY = 1.0  # rho
 NUM_STEPS, NUM_CLOSING = 8, 6  # the mask moves in the first ones, and is complete after them

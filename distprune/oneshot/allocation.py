@@ -19,14 +19,27 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.calibration import Sensitivity, TokenIds, find_sample_group, measure_sensitivities, samples_of
-from distprune.collectives import Communicator, Group, Member, communicator, roster_of_one, sum_together, together
-from distprune.models import Found, LinearLayer, decoder_blocks, expert_place
+from distprune.calibration.own_words import samples_of
+from distprune.calibration.sample_group import find_sample_group
+from distprune.calibration.sensitivity import Sensitivity, measure_sensitivities
+from distprune.calibration.token_ids import TokenIds
+from distprune.collectives.agree import sum_together, together
+from distprune.collectives.base import Communicator
+from distprune.collectives.communicator import Group, communicator
+from distprune.collectives.roster import Member, roster_of_one
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.models.find_shards import Found
+from distprune.models.linear_layers import LinearLayer, expert_place
 from distprune.oneshot.plan import OneShotPlan, make_plan
-from distprune.patterns import PerRow, Ranked, Unstructured, check_parts
+from distprune.patterns.base import Ranked
+from distprune.patterns.census import check_parts
+from distprune.patterns.unstructured import Unstructured
+from distprune.patterns.within_rows import PerRow
 from distprune.pruning.agreement import Facts, agree_on
-from distprune.scores import Elements, LocalScores, Score
-from distprune.shards import Geometry, LocalMatrix, LocalShard, Matrix
+from distprune.scores.base import Elements, LocalScores, Score
+from distprune.shards.geometry import Geometry
+from distprune.shards.local_shard import LocalShard
+from distprune.shards.matrix import LocalMatrix, Matrix
 
 Allocation = Literal["uniform", "gradients"]
 Bounds = tuple[int, int]  # the least and the most

@@ -15,20 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.calibration import (
-    EXPERT_MEMORY,
-    BlockOrder,
-    InputStatistics,
-    Moments,
-    MomentsOf,
-    SampleGroup,
-    Targets,
-    Walk,
-    learn_order,
-    walking,
-)
-from distprune.collectives import Communicator, agree, cannot_meet, max_together, together
-from distprune.models import LinearLayer, linear_layers
+from distprune.calibration.moments import Moments, MomentsOf
+from distprune.calibration.order import BlockOrder, learn_order
+from distprune.calibration.sample_group import SampleGroup
+from distprune.calibration.statistics import EXPERT_MEMORY, InputStatistics
+from distprune.calibration.targets import Targets
+from distprune.calibration.visit import walking
+from distprune.calibration.walk import Walk
+from distprune.collectives.agree import agree, max_together, together
+from distprune.collectives.base import Communicator, cannot_meet
+from distprune.models.linear_layers import LinearLayer, linear_layers
 from distprune.oneshot.block_fit import BlockFit, fit_block
 from distprune.oneshot.block_layers import BlockLayers, copies_of, unreached, write_copies
 from distprune.oneshot.channel_order import order_channels
@@ -38,8 +34,9 @@ from distprune.oneshot.outcome import BlockTrial, Outcome
 from distprune.oneshot.report import BlockReport, LayerReport, Meter, OneShotReport
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows, whole_rows
-from distprune.patterns import NByM
-from distprune.shards import LocalShard, on_host
+from distprune.patterns.n_by_m import NByM
+from distprune.shards.device import on_host
+from distprune.shards.local_shard import LocalShard
 
 OnBlock = Callable[[int, BlockReport], None]
 Finished = Callable[[int], bool]

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from distprune.calibration import Moments
-from distprune.models import UNUSUAL, LinearLayer, check_experts, dense_weights, linear_layers
-from distprune.patterns import Pattern
-from distprune.shards import Matrix, local_of
+from distprune.calibration.moments import Moments
+from distprune.models.experts import check_experts
+from distprune.models.linear_layers import UNUSUAL, LinearLayer, dense_weights, linear_layers
+from distprune.patterns.base import Pattern
+from distprune.shards.layouts import local_of
+from distprune.shards.matrix import Matrix
 
 _NUM_NAMED = 3  # weights that a warning names for each reason
 _UNREACHED = "no token reached it"

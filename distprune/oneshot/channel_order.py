@@ -19,13 +19,17 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from distprune.calibration import Moments
-from distprune.collectives import Communicator, sum_together, together
-from distprune.models import LinearLayer
+from distprune.calibration.moments import Moments
+from distprune.collectives.agree import sum_together, together
+from distprune.collectives.base import Communicator
+from distprune.models.linear_layers import LinearLayer
 from distprune.oneshot.channels import MovableChannels
 from distprune.oneshot.rows import Rows, whole_rows
-from distprune.patterns import NByM
-from distprune.shards import KeptIndices, chunk_size, local_shard, on_host, own_settings, row_chunks, select, sent
+from distprune.patterns.n_by_m import NByM
+from distprune.shards.device import chunk_size, on_host, row_chunks, sent
+from distprune.shards.layouts import local_shard
+from distprune.shards.own_settings import own_settings
+from distprune.shards.select import KeptIndices, select
 
 _NUM_TURNS, _NUM_SWEEPS = 6, 3  # turns of a place; of all pairs of groups within a turn
 _MOST_GROUPS = 512  # among which channels change places in one turn

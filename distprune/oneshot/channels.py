@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from distprune.models import Cut, UnitKind, Units, find_units, head_dim
+from distprune.models.units import Cut, UnitKind, Units, find_units, head_dim
 from distprune.oneshot.block_layers import num_places
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from distprune.shards import are_finite
+from distprune.shards.device import are_finite
 
 DAMPING = 0.3  # lambda, as a share of the diagonal, where weights are refitted: with less, few windows are overfitted
 _MAX_RAISED = 8

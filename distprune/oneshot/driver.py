@@ -25,26 +25,23 @@ from typing import Any
 
 import torch
 
-from distprune.calibration import Moments, pack_triangle, triangle_shape, unpack_triangle
-from distprune.collectives import (
-    Alone,
-    Communicator,
-    Member,
-    agree,
-    as_told,
-    broadcast_tensor,
-    roster_of_one,
-    together,
-)
+from distprune.calibration.moments import Moments
+from distprune.calibration.triangle import pack_triangle, triangle_shape, unpack_triangle
+from distprune.collectives.agree import agree, together
+from distprune.collectives.alone import Alone
+from distprune.collectives.base import Communicator, as_told
+from distprune.collectives.roster import Member, roster_of_one
+from distprune.collectives.tensors import broadcast_tensor
 from distprune.oneshot.gram import sum_gram
 from distprune.oneshot.moved_rows import move_rows
 from distprune.oneshot.outcome import BlockTrial, Figures, Outcome, outcomes_of, sum_outcomes
 from distprune.oneshot.retarget import Aim, has_target, retarget, target_factor
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Solved, Solver, Stage
-from distprune.patterns import Pattern, Ranked
-from distprune.scores import LocalScores
-from distprune.shards import are_finite, own_settings
+from distprune.patterns.base import Pattern, Ranked
+from distprune.scores.base import LocalScores
+from distprune.shards.device import are_finite
+from distprune.shards.own_settings import own_settings
 
 Clock = Callable[[str], AbstractContextManager[None]]
 

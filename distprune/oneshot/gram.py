@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import torch
 
-from distprune.collectives import Communicator, max_together, together
-from distprune.shards import fetched
+from distprune.collectives.agree import max_together, together
+from distprune.collectives.base import Communicator
+from distprune.shards.device import fetched
 
 _EXACT_BITS = 53  # of a float64
 _CHUNK = 1 << 20  # weights in float64 at a time

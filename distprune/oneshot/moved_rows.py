@@ -13,20 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from distprune.collectives import (
-    Communicator,
-    Known,
-    as_bytes,
-    as_told,
-    digest_of,
-    from_bytes,
-    sum_together,
-    swap_known,
-    swap_unknown,
-    together,
-)
+from distprune.collectives.agree import sum_together, swap_known, swap_unknown, together
+from distprune.collectives.base import Communicator, as_told
+from distprune.collectives.known import Known, digest_of
+from distprune.collectives.tensors import as_bytes, from_bytes
 from distprune.oneshot.rows import Rows
-from distprune.shards import Runs, fetched, sent
+from distprune.shards.device import fetched, sent
+from distprune.shards.geometry import Runs
 
 
 @dataclass(frozen=True)

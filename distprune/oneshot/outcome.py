@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from distprune.collectives import Communicator, sum_together
+from distprune.collectives.agree import sum_together
+from distprune.collectives.base import Communicator
 from distprune.oneshot.solver import Figure, Solved
-from distprune.shards import fetched
+from distprune.shards.device import fetched
 
 
 @dataclass

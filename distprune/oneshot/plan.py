@@ -10,24 +10,31 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from distprune.calibration import EXPERT_MEMORY, Axis, TokenIds, as_windows, check_fit, shared_axis, token_digest
-from distprune.models import (
-    check_model,
-    check_one_stack,
-    check_runs_on_tokens,
-    decoder_blocks,
-    warn_of_other_blocks,
-)
+from distprune.calibration.data import check_fit, token_digest
+from distprune.calibration.sample_group import Axis, shared_axis
+from distprune.calibration.statistics import EXPERT_MEMORY
+from distprune.calibration.token_ids import TokenIds, as_windows
+from distprune.models.decoder_blocks import check_one_stack, decoder_blocks, warn_of_other_blocks
+from distprune.models.find_shards import check_model
+from distprune.models.runnable import check_runs_on_tokens
 from distprune.oneshot.admm import ADMM
 from distprune.oneshot.block import WalkOptions
 from distprune.oneshot.block_layers import BlockLayers, find_layers
 from distprune.oneshot.scored import Scored
 from distprune.oneshot.solver import Solver
 from distprune.oneshot.sparsegpt import SparseGPT
-from distprune.patterns import NByM, Pattern, as_pattern, own_share
+from distprune.patterns.as_pattern import as_pattern
+from distprune.patterns.base import Pattern, own_share
+from distprune.patterns.n_by_m import NByM
 from distprune.pruning.agreement import check_seed, with_seed
-from distprune.scores import Magnitude, Random, Score, Wanda
-from distprune.shards import LocalShard, find_flat_parts, local_shard, reset_forward
+from distprune.scores.base import Score
+from distprune.scores.magnitude import Magnitude
+from distprune.scores.random import Random
+from distprune.scores.wanda import Wanda
+from distprune.shards.flat_param import find_flat_parts
+from distprune.shards.fsdp2_forward import reset_forward
+from distprune.shards.layouts import local_shard
+from distprune.shards.local_shard import LocalShard
 
 OneShotMethod = Literal["admm", "sparsegpt", "wanda", "magnitude", "random"]
 Sequential = Literal["block", "layer"]

@@ -8,20 +8,27 @@ from typing import Any, Literal
 
 from torch import nn
 
-from distprune.calibration import EXPERT_MEMORY, TokenIds, find_sample_group, samples_of
-from distprune.collectives import Group, communicator
+from distprune.calibration.own_words import samples_of
+from distprune.calibration.sample_group import find_sample_group
+from distprune.calibration.statistics import EXPERT_MEMORY
+from distprune.calibration.token_ids import TokenIds
+from distprune.collectives.communicator import Group, communicator
 from distprune.hints import with_hints
-from distprune.models import Found, count_parameters, other_blocks
+from distprune.models.decoder_blocks import other_blocks
+from distprune.models.find_shards import Found, count_parameters
 from distprune.oneshot.block import Finished, OnBlock, run_blocks
 from distprune.oneshot.driver import prune_rows
 from distprune.oneshot.plan import BlockRefit, OneShotMethod, OneShotPlan, Permute, Sequential, TargetsOf, make_plan
 from distprune.oneshot.report import Meter, OneShotReport
 from distprune.oneshot.room import check_room
 from distprune.oneshot.solver import Solver
-from distprune.patterns import Pattern, check_parts
+from distprune.patterns.base import Pattern
+from distprune.patterns.census import check_parts
 from distprune.pruning.agreement import Facts, agree_on
-from distprune.scores import Random, Score
-from distprune.shards import LocalShard, fetched, flat_chunks
+from distprune.scores.base import Score
+from distprune.scores.random import Random
+from distprune.shards.device import fetched
+from distprune.shards.local_shard import LocalShard, flat_chunks
 
 
 @with_hints

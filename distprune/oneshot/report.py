@@ -12,7 +12,8 @@ from typing import Any
 from typing_extensions import override
 
 from distprune.brief import count, cut, one_line, share, took, worst, zeros
-from distprune.collectives import Communicator, sum_together
+from distprune.collectives.agree import sum_together
+from distprune.collectives.base import Communicator
 from distprune.oneshot.block_fit import BlockFit
 from distprune.totals import Totals
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from distprune.calibration import Moments
+from distprune.calibration.moments import Moments
 from distprune.oneshot.damping import DAMPING, damped_factor
 from distprune.oneshot.rows import Rows
 

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from distprune.calibration import available_bytes
+from distprune.calibration.available import available_bytes
 from distprune.oneshot.admm import ADMM
 from distprune.oneshot.memory_plan import WAVES, WEIGHTS, MemoryPlan, plan_walk
 from distprune.oneshot.model_shape import shape_of
 from distprune.oneshot.plan import OneShotPlan
 from distprune.oneshot.sparsegpt import SparseGPT
 from distprune.oneshot.walk_costs import WalkRequest
-from distprune.shards import LocalShard, on_host
+from distprune.shards.device import on_host
+from distprune.shards.local_shard import LocalShard
 
 # Measured peaks were 0.90 to 1.02 of what is planned (ADMM, SparseGPT and Wanda, 1 and 2 ranks, also of experts). What
 # fits but for a quarter is not refused.

@@ -16,9 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from distprune.collectives import Communicator, exchange
-from distprune.models import LinearLayer, expert_place
-from distprune.shards import Geometry, LocalShard, Ownership, Runs, Split, chunk_runs, in_order, local_shard, splits_of
+from distprune.collectives.base import Communicator
+from distprune.collectives.tensors import exchange
+from distprune.models.linear_layers import LinearLayer, expert_place
+from distprune.shards.geometry import Geometry, Runs, Split, chunk_runs, in_order
+from distprune.shards.layouts import local_shard, splits_of
+from distprune.shards.local_shard import LocalShard, Ownership
 
 
 @dataclass(frozen=True)

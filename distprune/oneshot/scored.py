@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
-from distprune.calibration import Moments
-from distprune.masks import zero_where_pruned
+from distprune.calibration.moments import Moments
+from distprune.masks.in_place import zero_where_pruned
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Pruning, Solved, Solver, Stage
-from distprune.patterns import Pattern
-from distprune.scores import LocalScores, Score, local_scores
+from distprune.patterns.base import Pattern
+from distprune.scores.base import LocalScores, Score, local_scores
 
 _CHUNK = 1 << 20  # weights whose outputs are computed at a time
 

@@ -14,11 +14,13 @@ from typing import ClassVar, Generic, TypeAlias, TypeVar
 import torch
 from typing_extensions import override
 
-from distprune.calibration import Moments, MomentsOf, pack_triangle, unpack_triangle
+from distprune.calibration.moments import Moments, MomentsOf
+from distprune.calibration.triangle import pack_triangle, unpack_triangle
 from distprune.oneshot.rows import Rows
-from distprune.patterns import Pattern
-from distprune.scores import Elements, LocalScores, Magnitude, Score
-from distprune.shards import on_host
+from distprune.patterns.base import Pattern
+from distprune.scores.base import Elements, LocalScores, Score
+from distprune.scores.magnitude import Magnitude
+from distprune.shards.device import on_host
 
 Prepared = TypeVar("Prepared")
 

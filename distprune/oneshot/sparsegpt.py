@@ -15,13 +15,13 @@ from typing import ClassVar
 import torch
 from typing_extensions import override
 
-from distprune.calibration import Moments, MomentsOf
-from distprune.masks import zero_where_pruned
+from distprune.calibration.moments import Moments, MomentsOf
+from distprune.masks.in_place import zero_where_pruned
 from distprune.oneshot.damping import damped_factor
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Computed, Pruning, Solved, Solver, Stage, as_keys
-from distprune.patterns import Pattern
-from distprune.scores import LocalScores, Score, local_scores
+from distprune.patterns.base import Pattern
+from distprune.scores.base import LocalScores, Score, local_scores
 
 COLUMNS = 128  # that are decided together, section 3.4 of the paper
 DAMPING = 0.01  # of the mean diagonal, as in the authors' code

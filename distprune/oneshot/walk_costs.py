@@ -11,7 +11,7 @@ from distprune.oneshot.admm import CHUNK, NUM_STEPS
 from distprune.oneshot.block_fit import batch_size, num_steps
 from distprune.oneshot.channel_order import num_pairs, num_turns
 from distprune.oneshot.channels import make_groups
-from distprune.patterns import NByM
+from distprune.patterns.n_by_m import NByM
 
 _ADMM_MATRICES = 10  # float32, of a chunk of rows
 _HEAD = 64  # features of a head of attention, at least

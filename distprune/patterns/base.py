@@ -21,20 +21,20 @@ from typing import ClassVar, Literal, Self
 import torch
 from typing_extensions import override
 
-from distprune.collectives import Communicator, Roster, guarding
-from distprune.scores import LocalScores, Score
-from distprune.selection import (
-    Competition,
-    Entry,
-    Keyed,
-    MaskPut,
-    Order,
-    Put,
-    Selection,
-    common_order,
-    select_lowest,
-)
-from distprune.shards import Geometry, Matrix, fetched, no_values, own_settings
+from distprune.collectives.base import Communicator
+from distprune.collectives.guarded import guarding
+from distprune.collectives.roster import Roster
+from distprune.scores.base import LocalScores, Score
+from distprune.selection.competition import Competition
+from distprune.selection.kth_value import Selection, select_lowest
+from distprune.selection.order import Order, common_order
+from distprune.selection.put import MaskPut, Put
+from distprune.selection.scan import Entry, Keyed
+from distprune.shards.device import fetched
+from distprune.shards.geometry import Geometry
+from distprune.shards.local_shard import no_values
+from distprune.shards.matrix import Matrix
+from distprune.shards.own_settings import own_settings
 
 Scope = Literal["global", "tensor"]
 Shares = int | float | Mapping[str, int | float]  # of all, or of each parameter by name

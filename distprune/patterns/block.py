@@ -15,7 +15,9 @@ from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares, chec
 from distprune.patterns.inquiry import home_of
 from distprune.patterns.unit_lines import UnitLines
 from distprune.patterns.units import UnitPattern
-from distprune.shards import Geometry, LocalMatrix, LocalShard, Matrix
+from distprune.shards.geometry import Geometry
+from distprune.shards.local_shard import LocalShard
+from distprune.shards.matrix import LocalMatrix, Matrix
 
 
 @final

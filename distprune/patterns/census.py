@@ -7,10 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from distprune.collectives import Communicator, Roster, sum_together
+from distprune.collectives.agree import sum_together
+from distprune.collectives.base import Communicator
+from distprune.collectives.roster import Roster
 from distprune.patterns.base import Ranked
-from distprune.scores import LocalScores
-from distprune.shards import Geometry, LocalShard, checksum, count_zeros, fetched, no_values
+from distprune.scores.base import LocalScores
+from distprune.shards.checksum import checksum
+from distprune.shards.device import fetched
+from distprune.shards.geometry import Geometry
+from distprune.shards.local_shard import LocalShard, count_zeros, no_values
 
 _Part = tuple[LocalShard, Sequence[torch.Tensor]]  # and what of it is read
 

@@ -15,7 +15,9 @@ from distprune.patterns.base import Pattern, Scope, Shares, check_share
 from distprune.patterns.inquiry import home_of
 from distprune.patterns.unit_lines import UnitLines
 from distprune.patterns.units import UnitPattern
-from distprune.shards import Geometry, LocalShard, Matrix, indices_of
+from distprune.shards.geometry import Geometry, indices_of
+from distprune.shards.local_shard import LocalShard
+from distprune.shards.matrix import Matrix
 
 
 @final

@@ -21,10 +21,15 @@ import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor
 
-from distprune.collectives import Communicator, Roster, max_together, swap_known, swap_unknown
+from distprune.collectives.agree import max_together, swap_known, swap_unknown
+from distprune.collectives.base import Communicator
+from distprune.collectives.roster import Roster
 from distprune.patterns.local_units import Rectangle
-from distprune.selection import put_size
-from distprune.shards import LocalShard, fetched, ranks_along, runs_of
+from distprune.selection.put import put_size
+from distprune.shards.device import fetched
+from distprune.shards.geometry import runs_of
+from distprune.shards.layouts import ranks_along
+from distprune.shards.local_shard import LocalShard
 
 Array = npt.NDArray[Any]
 IntArray = npt.NDArray[np.int64]

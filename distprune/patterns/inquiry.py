@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from distprune.collectives import Communicator, swap_known, swap_unknown
+from distprune.collectives.agree import swap_known, swap_unknown
+from distprune.collectives.base import Communicator
 
 IntArray = npt.NDArray[np.int64]
 

@@ -19,9 +19,13 @@ from typing_extensions import override
 
 from distprune.patterns.unit_lines import Tile, UnitLines
 from distprune.patterns.unit_sums import Addends, ShardUnits, UnitKeys
-from distprune.scores import LocalScores
-from distprune.selection import Order, Put
-from distprune.shards import Geometry, LocalMatrix, LocalShard, Runs, chunk_size, indices_of, on_host, runs_of, sent
+from distprune.scores.base import LocalScores
+from distprune.selection.order import Order
+from distprune.selection.put import Put
+from distprune.shards.device import chunk_size, on_host, sent
+from distprune.shards.geometry import Geometry, Runs, indices_of, runs_of
+from distprune.shards.local_shard import LocalShard
+from distprune.shards.matrix import LocalMatrix
 
 _UNITS = 1 << 17  # of a window, or of one band
 _CHUNKS, _SHARE = 4, 2  # of a window: so many chunks on the host, and a half of a device's, since sums take more words

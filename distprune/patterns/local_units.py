@@ -15,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from distprune.shards import Geometry, LocalMatrix, Matrix, sent
+from distprune.shards.device import sent
+from distprune.shards.geometry import Geometry
+from distprune.shards.matrix import LocalMatrix, Matrix
 
 IntArray = npt.NDArray[np.int64]
 

@@ -12,8 +12,8 @@ from typing_extensions import override
 from distprune.patterns.base import Pattern
 from distprune.patterns.unstructured import Unstructured
 from distprune.patterns.within_rows import WithinRows
-from distprune.selection import keep_groups_of_bits, keep_highest_per_group
-from distprune.shards import Matrix
+from distprune.selection.highest import keep_groups_of_bits, keep_highest_per_group
+from distprune.shards.matrix import Matrix
 
 Array = npt.NDArray[Any]
 

@@ -26,9 +26,13 @@ from distprune.patterns.unit_sums import (
     sums_of,
     unit_order,
 )
-from distprune.scores import LocalScores
-from distprune.selection import Entry, MaskPut, Put, Selection
-from distprune.shards import Geometry, LocalShard, Runs, batches, fetched, runs_of, sent
+from distprune.scores.base import LocalScores
+from distprune.selection.kth_value import Selection
+from distprune.selection.put import MaskPut, Put
+from distprune.selection.scan import Entry
+from distprune.shards.device import batches, fetched, sent
+from distprune.shards.geometry import Geometry, Runs, runs_of
+from distprune.shards.local_shard import LocalShard
 
 _TABLES = 1 << 18  # units of all shards whose tables are held, those of the fewest first: 60 bytes each
 _KEYS = 1 << 21  # units of which keys are held: no sample is drawn of so few, so that they are read in each round

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from distprune.shards import Geometry, chunk_size, runs_of, sent, sent_together
+from distprune.shards.device import chunk_size, sent, sent_together
+from distprune.shards.geometry import Geometry, runs_of
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]

@@ -14,13 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from distprune.collectives import max_together
+from distprune.collectives.agree import max_together
 from distprune.patterns.base import Ranked
 from distprune.patterns.inquiry import Question
 from distprune.patterns.unit_lines import IntArray, Tile, UnitLines
-from distprune.scores import LocalScores, Score, grid_scale, summable
-from distprune.selection import Order, Put, raise_nans
-from distprune.shards import count_true, fetched, is_small
+from distprune.scores.base import LocalScores, Score
+from distprune.scores.exact_sum import grid_scale, summable
+from distprune.selection.kth_value import raise_nans
+from distprune.selection.order import Order
+from distprune.selection.put import Put
+from distprune.shards.device import count_true, fetched, is_small
 
 VALUES = Order("value", torch.float64)  # of extremes
 SUM, NUM_INFINITE, NUM_GONE, NUM_COLUMNS = 0, 1, 2, 3  # of a table of units; those of minus infinity count -1

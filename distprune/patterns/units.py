@@ -16,16 +16,18 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from distprune.collectives import sum_together
+from distprune.collectives.agree import sum_together
 from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares
 from distprune.patterns.census import take_census
 from distprune.patterns.own_units import OwnUnits
 from distprune.patterns.unit_lines import BoolArray, UnitLines
 from distprune.patterns.unit_sums import VALUES, ShardUnits, agree_on_scales, unit_order
 from distprune.patterns.unstructured import choose_elements
-from distprune.scores import LocalScores, Score
-from distprune.selection import Order, Put
-from distprune.shards import LocalShard, sent, sent_together
+from distprune.scores.base import LocalScores, Score
+from distprune.selection.order import Order
+from distprune.selection.put import Put
+from distprune.shards.device import sent, sent_together
+from distprune.shards.local_shard import LocalShard
 
 
 class UnitPattern(Pattern):

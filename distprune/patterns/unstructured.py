@@ -12,9 +12,10 @@ from typing_extensions import override
 from distprune.patterns.base import Choice, Competing, Pattern, Ranked, Scope, Shares, check_share
 from distprune.patterns.census import take_census
 from distprune.patterns.within_rows import PerRow
-from distprune.scores import LocalScores
-from distprune.selection import Entry, Put
-from distprune.shards import Matrix
+from distprune.scores.base import LocalScores
+from distprune.selection.put import Put
+from distprune.selection.scan import Entry
+from distprune.shards.matrix import Matrix
 
 
 @final

@@ -25,17 +25,15 @@ from distprune.patterns.cut_units import (
     most_bytes,
 )
 from distprune.patterns.local_units import LocalUnits, find_units
-from distprune.scores import LocalScores
-from distprune.selection import (
-    MaskPut,
-    Order,
-    Put,
-    count_beyond,
-    decide_together,
-    keep_highest_per_row,
-    put_size,
-)
-from distprune.shards import Geometry, Matrix, count_true, fetched, is_small, on_host, sent
+from distprune.scores.base import LocalScores
+from distprune.selection.decide import decide_together
+from distprune.selection.highest import keep_highest_per_row
+from distprune.selection.order import Order
+from distprune.selection.put import MaskPut, Put, put_size
+from distprune.selection.scan import count_beyond
+from distprune.shards.device import count_true, fetched, is_small, on_host, sent
+from distprune.shards.geometry import Geometry
+from distprune.shards.matrix import Matrix
 
 Array = npt.NDArray[Any]
 BoolArray = npt.NDArray[np.bool_]

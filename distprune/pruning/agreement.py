@@ -9,24 +9,15 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from distprune.collectives import (
-    Communicator,
-    Known,
-    Member,
-    Roster,
-    as_told,
-    check_facts,
-    digest_of,
-    new_word,
-    roster_of_all,
-    roster_of_one,
-    same_everywhere,
-    sum_together,
-)
+from distprune.collectives.agree import check_facts, same_everywhere, sum_together
+from distprune.collectives.base import Communicator, as_told
+from distprune.collectives.known import Known, digest_of, new_word
+from distprune.collectives.roster import Member, Roster, roster_of_all, roster_of_one
 from distprune.hints import near_names
-from distprune.models import Found, NamePattern, find_shards
-from distprune.scores import Magnitude, Score
-from distprune.shards import LocalShard
+from distprune.models.find_shards import Found, NamePattern, find_shards
+from distprune.scores.base import Score
+from distprune.scores.magnitude import Magnitude
+from distprune.shards.local_shard import LocalShard
 
 Facts = Mapping[str, object]
 T = TypeVar("T")

@@ -9,10 +9,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distprune.hints import near_names
-from distprune.models import Found
+from distprune.models.find_shards import Found
 from distprune.pruning.agreement import Agreed
-from distprune.scores import Evidence
-from distprune.shards import LocalShard, checksum, fetched, gradients_of, is_laid_out_like, local_of, local_part
+from distprune.scores.base import Evidence
+from distprune.shards.checksum import checksum
+from distprune.shards.device import fetched
+from distprune.shards.layouts import is_laid_out_like, local_of, local_part
+from distprune.shards.local_shard import LocalShard
+from distprune.shards.parameter_range import gradients_of
 
 GivenEvidence = Mapping[str, Mapping[str, torch.Tensor]]  # by evidence, then by parameter
 

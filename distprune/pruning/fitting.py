@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from distprune.models import matrix_of_weight
-from distprune.patterns import Pattern
-from distprune.shards import LocalShard
+from distprune.models.weights import matrix_of_weight
+from distprune.patterns.base import Pattern
+from distprune.shards.local_shard import LocalShard
 
 
 def fitted(pattern: Pattern, shard: LocalShard, name: str) -> LocalShard:

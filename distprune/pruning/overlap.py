@@ -10,7 +10,8 @@ import torch
 from typing_extensions import override
 
 from distprune.brief import one_line, share
-from distprune.shards import count_true, fetched, flat_chunks
+from distprune.shards.device import count_true, fetched
+from distprune.shards.local_shard import flat_chunks
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from distprune.masks import mask_of
-from distprune.shards import Fsdp2Params, LocalShard, flat_chunks, local_shard
+from distprune.masks.reparametrized import mask_of
+from distprune.shards.fsdp2 import Fsdp2Params
+from distprune.shards.layouts import local_shard
+from distprune.shards.local_shard import LocalShard, flat_chunks
 
 
 def present(shard: LocalShard) -> torch.Tensor:

@@ -12,28 +12,24 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from distprune.collectives import Communicator, Group, communicator, sum_together
+from distprune.collectives.agree import sum_together
+from distprune.collectives.base import Communicator
+from distprune.collectives.communicator import Group, communicator
 from distprune.hints import with_hints
-from distprune.masks import zero_where_pruned
-from distprune.models import Found, NamePattern, find_shards
-from distprune.patterns import Choice, Pattern, Ranked, Scope, as_pattern
+from distprune.masks.in_place import zero_where_pruned
+from distprune.models.find_shards import Found, NamePattern, find_shards
+from distprune.patterns.as_pattern import as_pattern
+from distprune.patterns.base import Choice, Pattern, Ranked, Scope
 from distprune.pruning.agreement import Facts, agree_on, all_shown, with_seed
 from distprune.pruning.evidence import GivenEvidence, check_names, checksums, given_by_name, local_evidence
 from distprune.pruning.fitting import fitted
 from distprune.pruning.masks import Masks
 from distprune.pruning.report import ParameterReport, PruneReport
-from distprune.scores import (
-    Evidence,
-    LocalScores,
-    Random,
-    Score,
-    ScoreLike,
-    as_score,
-    count_unread_nans,
-    local_scores,
-)
-from distprune.selection import raise_nans
-from distprune.shards import LocalShard
+from distprune.scores.as_score import ScoreLike, as_score
+from distprune.scores.base import Evidence, LocalScores, Score, count_unread_nans, local_scores
+from distprune.scores.random import Random
+from distprune.selection.kth_value import raise_nans
+from distprune.shards.local_shard import LocalShard
 
 
 @contextmanager
@@ -102,7 +98,7 @@ def prune_model(
             shape, in its layout, or whole and the same on every rank. Names may be those of the wrapped model, too.
             Without it, gradients are those that the parameters have.
         group: the ranks that take part: a process group (default: the default one, or this process
-            alone), an mpi4py communicator, or a ``distprune.collectives.Communicator``. It must span
+            alone), an mpi4py communicator, or a ``distprune.collectives.base.Communicator``. It must span
             every rank that holds a part of the model.
 
     Every rank of ``group`` must call it, with equal arguments. Communicates, in rounds: one to agree, the pattern's

@@ -10,14 +10,16 @@ import numpy.typing as npt
 import torch
 
 from distprune.checkpoint.stored_values import StoredValues
-from distprune.collectives import Communicator
-from distprune.masks import Zeroing
-from distprune.patterns import Pattern
+from distprune.collectives.base import Communicator
+from distprune.masks.in_place import Zeroing
+from distprune.patterns.base import Pattern
 from distprune.pruning.masks import Masks
 from distprune.pruning.prune_model import Choosing, Request
 from distprune.pruning.report import PruneReport
-from distprune.scores import count_unread_nans, local_scores
-from distprune.shards import Geometry, LocalShard, Ownership, grain_of, pieces_of, share_of, within
+from distprune.scores.base import count_unread_nans, local_scores
+from distprune.shards.geometry import Geometry
+from distprune.shards.local_shard import LocalShard, Ownership
+from distprune.shards.pieces import grain_of, pieces_of, share_of, within
 
 _PIECE_NUMEL = 1 << 22  # elements in memory at a time, several times over
 

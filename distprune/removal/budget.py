@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from distprune.models import UNIT_KINDS, UnitKind, Units, decoder_blocks, find_all_units
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.models.units import UNIT_KINDS, UnitKind, Units, find_all_units
 from distprune.removal.plan import step_of
 from distprune.removal.readers import num_to_keep
 from distprune.removal.rebuild import check_layers

@@ -10,9 +10,16 @@ from typing import get_args
 import torch
 from torch import nn
 
-from distprune.calibration import Moments, find_sample_group, measure_sensitivities, shared_axis, token_digest
-from distprune.collectives import Communicator, Group, communicator, sum_together, together
-from distprune.models import Found, LinearLayer, UnitKind
+from distprune.calibration.data import token_digest
+from distprune.calibration.moments import Moments
+from distprune.calibration.sample_group import find_sample_group, shared_axis
+from distprune.calibration.sensitivity import measure_sensitivities
+from distprune.collectives.agree import sum_together, together
+from distprune.collectives.base import Communicator
+from distprune.collectives.communicator import Group, communicator
+from distprune.models.find_shards import Found
+from distprune.models.linear_layers import LinearLayer
+from distprune.models.units import UnitKind
 from distprune.oneshot.block import Finished, WalkOptions, run_blocks
 from distprune.oneshot.driver import Clock, prune_rows
 from distprune.oneshot.outcome import BlockTrial, Outcome
@@ -28,15 +35,19 @@ from distprune.oneshot.prune_blocks import without_nans
 from distprune.oneshot.report import BlockReport, Meter, OneShotReport
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows
-from distprune.patterns import Unstructured, check_parts
+from distprune.patterns.census import check_parts
+from distprune.patterns.unstructured import Unstructured
 from distprune.pruning.agreement import Facts, agree_on
 from distprune.removal.criteria import Criterion, CriterionName, criterion_of
 from distprune.removal.norms import unit_norms
 from distprune.removal.plan import Kept
 from distprune.removal.readers import Readers, find_readers
 from distprune.removal.remover import Refit, UnitRemover
-from distprune.scores import Magnitude, Score
-from distprune.shards import cut, indices_of, local_shard
+from distprune.scores.base import Score
+from distprune.scores.magnitude import Magnitude
+from distprune.shards.geometry import indices_of
+from distprune.shards.layouts import local_shard
+from distprune.shards.local_shard import cut
 
 OnBlockUnits = Callable[[int, BlockReport, Kept], None]
 

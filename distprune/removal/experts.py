@@ -12,13 +12,18 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.calibration import Visitor, token_digest, visit_blocks
-from distprune.collectives import Group, agree, communicator, together
-from distprune.models import Units, decoder_blocks, expert_inputs, expert_matrix, expert_weights, find_all_units
+from distprune.calibration.data import token_digest
+from distprune.calibration.visit import Visitor, visit_blocks
+from distprune.collectives.agree import agree, together
+from distprune.collectives.communicator import Group, communicator
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.models.experts import expert_inputs, expert_matrix
+from distprune.models.units import Units, find_all_units
+from distprune.models.weights import expert_weights
 from distprune.oneshot.plan import blocks_to_walk, check_samples
 from distprune.removal.plan import Kept
 from distprune.removal.readers import num_to_keep
-from distprune.shards import all_finite
+from distprune.shards.device import all_finite
 
 ExpertCriterion = Literal["output", "usage"]
 _INDEX, _SHARES = "top_k_index", "top_k_weights"  # of every experts module of transformers 5

@@ -12,17 +12,14 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.calibration import (
-    Visitor,
-    find_sample_group,
-    shared_axis,
-    token_digest,
-    visit_blocks,
-    walking,
-    with_hidden,
-)
-from distprune.collectives import Group, agree, communicator, together
-from distprune.models import decoder_blocks, replacing_forwards
+from distprune.calibration.data import token_digest
+from distprune.calibration.sample_group import find_sample_group, shared_axis
+from distprune.calibration.visit import Visitor, visit_blocks, walking
+from distprune.calibration.walk import with_hidden
+from distprune.collectives.agree import agree, together
+from distprune.collectives.communicator import Group, communicator
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.models.evaluating import replacing_forwards
 from distprune.oneshot.plan import blocks_to_walk, check_samples
 from distprune.removal.left_out import LeftOut
 

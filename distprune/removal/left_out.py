@@ -15,9 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
-from distprune.calibration import Walk, past_blocks
-from distprune.collectives import Communicator, sum_together, together
-from distprune.models import cross_entropy
+from distprune.calibration.past_blocks import past_blocks
+from distprune.calibration.walk import Walk
+from distprune.collectives.agree import sum_together, together
+from distprune.collectives.base import Communicator
+from distprune.models.cross_entropy import cross_entropy
 
 _MOST_BYTES = 4 << 30  # of hidden states that one walk carries
 

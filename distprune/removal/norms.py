@@ -6,10 +6,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from distprune.collectives import Communicator, max_together, sum_together
-from distprune.models import Cut, Units, expert_place
+from distprune.collectives.agree import max_together, sum_together
+from distprune.collectives.base import Communicator
+from distprune.models.linear_layers import expert_place
+from distprune.models.units import Cut, Units
 from distprune.scores.exact_sum import grid_scale, on_grid
-from distprune.shards import LocalShard, all_finite, indices_of
+from distprune.shards.device import all_finite
+from distprune.shards.geometry import indices_of
+from distprune.shards.local_shard import LocalShard
 
 _CHUNK = 1 << 20  # weights in float64 at a time
 

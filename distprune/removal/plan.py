@@ -11,9 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.models import Cut, UnitKind, Units, decoder_blocks, find_units, head_dim
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.models.units import Cut, UnitKind, Units, find_units, head_dim
 from distprune.removal.smaller_config import SizeChange, Smaller, shapes_of, smaller_config, tensors_of
-from distprune.shards import Fsdp2Params, KeptIndices, even_parts, find_flat_parts
+from distprune.shards.flat_param import find_flat_parts
+from distprune.shards.fsdp2 import Fsdp2Params
+from distprune.shards.fsdp2_resize import even_parts
+from distprune.shards.select import KeptIndices
 
 # By block, kind and Units.name: the units that stay, ascending.
 Kept = Mapping[tuple[str, UnitKind, str], torch.Tensor]

@@ -8,7 +8,8 @@ from itertools import pairwise
 
 from torch import nn
 
-from distprune.models import LinearLayer, UnitKind, Units, find_all_units, find_units, linear_layers
+from distprune.models.linear_layers import LinearLayer, linear_layers
+from distprune.models.units import UnitKind, Units, find_all_units, find_units
 from distprune.oneshot.block_layers import BlockLayers
 from distprune.removal.plan import check_ascending
 from distprune.removal.remover import Asked

@@ -13,11 +13,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from distprune.collectives import Group, communicator, together
-from distprune.models import decoder_blocks
+from distprune.collectives.agree import together
+from distprune.collectives.communicator import Group, communicator
+from distprune.models.decoder_blocks import decoder_blocks
 from distprune.removal.plan import Kept, check_ascending, check_layout, holder_of, plan_units
 from distprune.removal.smaller_config import SizeChange, Smaller, shapes_of, smaller_config, text_config
-from distprune.shards import Fsdp2Params, drop_modules, local_shard, reset_forward, resize, select
+from distprune.shards.fsdp2 import Fsdp2Params
+from distprune.shards.fsdp2_forward import reset_forward
+from distprune.shards.fsdp2_resize import drop_modules, resize
+from distprune.shards.layouts import local_shard
+from distprune.shards.select import select
 
 
 def remove_units(model: nn.Module, kept: Kept, *, group: Group = None) -> None:

@@ -16,11 +16,12 @@ from typing import ClassVar, Literal
 import torch
 from typing_extensions import override
 
-from distprune.calibration import Moments, MomentsOf
-from distprune.models import LinearLayer, Units
+from distprune.calibration.moments import Moments, MomentsOf
+from distprune.models.linear_layers import LinearLayer
+from distprune.models.units import Units
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Pruning, Solved, Solver
-from distprune.patterns import Pattern
+from distprune.patterns.base import Pattern
 from distprune.removal.criteria import Criterion, UnitEvidence, damped_cholesky
 
 Refit = Literal["least_squares", "block", "bias", "none"]  # "block": least squares, then each block as a whole

@@ -12,11 +12,16 @@ from torch import nn
 from typing_extensions import override
 
 from distprune.brief import count, one_line
-from distprune.calibration import TokenIds, as_windows, samples_of
-from distprune.collectives import Group, communicator, together
+from distprune.calibration.own_words import samples_of
+from distprune.calibration.token_ids import TokenIds, as_windows
+from distprune.collectives.agree import together
+from distprune.collectives.communicator import Group, communicator
 from distprune.hints import with_hints
-from distprune.models import UnitKind, count_parameters, decoder_blocks
-from distprune.oneshot import OneShotReport, TargetsOf
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.models.find_shards import count_parameters
+from distprune.models.units import UnitKind
+from distprune.oneshot.plan import TargetsOf
+from distprune.oneshot.report import OneShotReport
 from distprune.removal.choose_units import choose_units, refit_in_trials
 from distprune.removal.criteria import Criterion, CriterionName
 from distprune.removal.experts import ExpertCriterion, choose_experts

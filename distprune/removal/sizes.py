@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.models import UNIT_KINDS, UnitKind, check_model, decoder_blocks, find_all_units
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.models.find_shards import check_model
+from distprune.models.units import UNIT_KINDS, UnitKind, find_all_units
 from distprune.removal.plan import plan_units
 from distprune.removal.readers import num_to_keep
 from distprune.removal.rebuild import check_layers

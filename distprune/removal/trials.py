@@ -26,9 +26,11 @@ from torch import nn
 from typing_extensions import override
 
 from distprune.brief import one_line
-from distprune.collectives import Communicator, Group, communicator, together
+from distprune.collectives.agree import together
+from distprune.collectives.base import Communicator
+from distprune.collectives.communicator import Group, communicator
 from distprune.evaluation import Continuation, log_likelihoods
-from distprune.models import decoder_blocks
+from distprune.models.decoder_blocks import decoder_blocks
 from distprune.oneshot.plan import check_samples
 from distprune.removal.budget import Budget, Chosen, cost_curve
 from distprune.removal.choose_units import Removal
@@ -36,7 +38,9 @@ from distprune.removal.layers import LayerCriterion, order_layers, skipping
 from distprune.removal.readers import find_readers
 from distprune.removal.remover import Asked
 from distprune.removal.sizes import Sizes
-from distprune.shards import LocalShard, local_shard, reset_forward
+from distprune.shards.fsdp2_forward import reset_forward
+from distprune.shards.layouts import local_shard
+from distprune.shards.local_shard import LocalShard
 
 _MOST_WINDOWS = 64  # of the samples, in trials
 _HELD_OUT = 4  # every 4th of them

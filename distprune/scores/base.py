@@ -19,21 +19,10 @@ import torch
 from typing_extensions import override
 
 from distprune.hints import WALK
-from distprune.shards import (
-    Geometry,
-    LocalShard,
-    as_array,
-    batches,
-    chunk_size,
-    count_true,
-    fetched,
-    flat_chunk,
-    flat_chunks,
-    is_joined,
-    is_zero,
-    on_host,
-    own_settings,
-)
+from distprune.shards.device import batches, chunk_size, count_true, fetched, is_joined, is_zero, on_host
+from distprune.shards.geometry import Geometry
+from distprune.shards.local_shard import LocalShard, as_array, flat_chunk, flat_chunks
+from distprune.shards.own_settings import own_settings
 
 Evidence = Mapping[str, torch.Tensor]  # by name, each of the shard's local shape
 

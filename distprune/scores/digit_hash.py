@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distprune.shards import on_host, sent
+from distprune.shards.device import on_host, sent
 
 _BITS, _NUM_DIGITS = 12, 4  # of a digit; of a flat index, which is below 2**48
 _WIDTH = 1 << _BITS  # of a row

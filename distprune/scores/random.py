@@ -13,7 +13,8 @@ from typing_extensions import override
 
 from distprune.scores.base import Elements, Evidence, Score
 from distprune.scores.digit_hash import hash_at, hash_joined, hash_run
-from distprune.shards import LocalShard, on_host
+from distprune.shards.device import on_host
+from distprune.shards.local_shard import LocalShard
 
 
 @final

@@ -8,7 +8,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from distprune.collectives import Communicator, max_together, sum_together
+from distprune.collectives.agree import max_together, sum_together
+from distprune.collectives.base import Communicator
 from distprune.selection.competition import Keys, Ranges, Words, add_histogram
 
 _NUM_WORDS = 1 << 13  # of 8 bytes that all competitions share in a round: 64 KiB

@@ -23,7 +23,8 @@ from distprune.selection.device_decide import Drafts, decide_on_device
 from distprune.selection.order import Order
 from distprune.selection.put import Put, put_size
 from distprune.selection.scan import Entry, KeyBits, Keyed
-from distprune.shards import Geometry, batches, by_accelerator, is_small
+from distprune.shards.device import batches, by_accelerator, is_small
+from distprune.shards.geometry import Geometry
 
 Array = npt.NDArray[Any]
 

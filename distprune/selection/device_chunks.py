@@ -15,7 +15,7 @@ import torch
 from distprune.selection.competition import Words
 from distprune.selection.order import Order
 from distprune.selection.scan import Entry, keys_of
-from distprune.shards import batches, chunk_size, is_joined, sent
+from distprune.shards.device import batches, chunk_size, is_joined, sent
 
 _MIXED_SHARE = 4  # a chunk of several competitions is a quarter: what it is compared with, each element has for itself
 

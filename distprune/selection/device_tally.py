@@ -22,7 +22,7 @@ from distprune.selection.device_chunks import Chunk, Chunks
 from distprune.selection.device_decide import Draft, Drafts, draft_key
 from distprune.selection.order import Order
 from distprune.selection.scan import Entry
-from distprune.shards import fetched
+from distprune.shards.device import fetched
 
 _KEPT_BYTES = 24 << 20  # survivors set aside on one device
 _SLOTS_SHARE = 32  # of a chunk's elements: so many survivors it may have; of the joined ones of several competitions

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from distprune.host_loops import compiled
-from distprune.shards import chunk_size, fetched, on_host
+from distprune.shards.device import chunk_size, fetched, on_host
 
 Array = npt.NDArray[Any]
 

@@ -23,7 +23,8 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from distprune.collectives import Communicator, together
+from distprune.collectives.agree import together
+from distprune.collectives.base import Communicator
 from distprune.host_loops import load
 from distprune.selection.competition import Competition, Flags, Ranges, Standings, Words
 from distprune.selection.counts import BinCounts, summed_counts, summed_values, told_ends
@@ -37,7 +38,8 @@ from distprune.selection.sampling import sample_brackets
 from distprune.selection.scan import Entry, key_chunks
 from distprune.selection.tally import Tally
 from distprune.selection.told import can_tell, tell_keys
-from distprune.shards import Geometry, by_accelerator, count_true, fetched, on_host
+from distprune.shards.device import by_accelerator, count_true, fetched, on_host
+from distprune.shards.geometry import Geometry
 
 # Elements on the host: loading the compiled loops takes 0.9 s, of which each gets back about a nanosecond. For fewer
 # they are used only if they are loaded already.

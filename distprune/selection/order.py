@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from distprune.shards import on_host
+from distprune.shards.device import on_host
 
 OrderedBy = Literal["magnitude", "value"]
 

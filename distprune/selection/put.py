@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
-from distprune.shards import chunk_size, on_host
+from distprune.shards.device import chunk_size, on_host
 
 Array = npt.NDArray[Any]
 

@@ -14,12 +14,12 @@ from statistics import NormalDist
 import numpy as np
 import torch
 
-from distprune.collectives import Communicator
+from distprune.collectives.base import Communicator
 from distprune.selection.competition import Keys, Standings, Words
 from distprune.selection.counts import NO_END, told_ranges
 from distprune.selection.order import Order
 from distprune.selection.scan import Entry, KeyBits, keys_of
-from distprune.shards import batches, fetched, is_joined, is_small
+from distprune.shards.device import batches, fetched, is_joined, is_small
 
 _MANY = 1 << 7  # competitions: fewer share so many bins a round that a bracket brings little
 _SAMPLE = 1 << 14  # elements of one entry

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from distprune.collectives import Communicator
+from distprune.collectives.base import Communicator
 from distprune.selection.competition import Keys, Ranges, Standings, Words
 from distprune.selection.counts import BinCounts, summed_counts
 from distprune.selection.order import Order
 from distprune.selection.scan import Entry, keys_of
-from distprune.shards import fetched, is_joined, on_host
+from distprune.shards.device import fetched, is_joined, on_host
 
 _WORTH = 1 << 21  # elements of a rank, on average: fewer are all set aside, and no bracket is needed
 _MARGIN = 4.0  # standard deviations of a binomial count on either side: a miss is one in ten thousand

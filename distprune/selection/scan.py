@@ -20,7 +20,8 @@ import torch
 from distprune.host_loops import compiled
 from distprune.selection.competition import Keys, Words
 from distprune.selection.order import Order
-from distprune.shards import Geometry, chunk_size
+from distprune.shards.device import chunk_size
+from distprune.shards.geometry import Geometry
 
 Array = npt.NDArray[Any]
 T = TypeVar("T")

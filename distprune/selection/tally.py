@@ -15,7 +15,7 @@ from distprune.selection.competition import Flags, Keys, Standings, Words
 from distprune.selection.counts import BinCounts
 from distprune.selection.order import Order
 from distprune.selection.scan import Array, Entry, KeyBits, Scan, Scanned, Stretch, in_threads, stretch_size, stretches
-from distprune.shards import SMALL, batches
+from distprune.shards.device import SMALL, batches
 
 _KEPT_BYTES = 24 << 20  # survivors set aside on one rank; beyond that they are found again when needed
 _SMALL_BYTES = 20 << 20  # of these at most, those of small entries that are read together

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from distprune.collectives import Communicator, sum_together
+from distprune.collectives.agree import sum_together
+from distprune.collectives.base import Communicator
 from distprune.selection.competition import Ranges, Standings
 from distprune.selection.scan import Entry
-from distprune.shards import fetched
+from distprune.shards.device import fetched
 
 _MOST = (1 << 14) - 3  # words of a message of 128 KiB, but for those that say whether all is well
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from distprune.collectives import gather_pairwise
+from distprune.collectives.tensors import gather_pairwise
 from distprune.shards.fsdp2 import groups_of, state_of
 from distprune.shards.torch_private import private
 

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from distprune.collectives import Communicator, Guarded, as_told, out_of_step
+from distprune.collectives.base import Communicator, as_told, out_of_step
+from distprune.collectives.guarded import Guarded
 from distprune.shards.fsdp2_forward import reset_forward
 from distprune.shards.torch_private import private
 

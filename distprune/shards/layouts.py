@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from distprune.collectives import Layout
+from distprune.collectives.roster import Layout
 from distprune.shards.geometry import Geometry, Split, runs_of_splits
 from distprune.shards.local_shard import LocalShard, Ownership, cut
 from distprune.shards.torch_private import StridedShard, private

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from distprune.collectives import Communicator, as_bytes, from_bytes, swap_known, together
+from distprune.collectives.agree import swap_known, together
+from distprune.collectives.base import Communicator
+from distprune.collectives.tensors import as_bytes, from_bytes
 from distprune.shards.device import sent
 from distprune.shards.geometry import indices_of, runs_of_splits
 from distprune.shards.layouts import splits_of

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
-from distprune.collectives import Communicator
-from distprune.shards import LocalShard, dtensor_like, local_of
+from distprune.collectives.base import Communicator
+from distprune.shards.layouts import dtensor_like, local_of
+from distprune.shards.local_shard import LocalShard
 
 
 def laid_out(

@@ -19,9 +19,8 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from distprune.masks import (
-    Grouped,
-    SideBySide,
+from distprune.masks.grouped import Grouped
+from distprune.masks.in_place import (
     goes_beside,
     make_zeros_positive,
     read_kept,
@@ -30,7 +29,11 @@ from distprune.masks import (
     zero_all_where_pruned,
     zero_where_pruned,
 )
-from distprune.shards import Arriving, LocalShard, ParameterRange, by_accelerator, is_laid_out_like, local_of, on_host
+from distprune.masks.side_by_side import SideBySide
+from distprune.shards.device import Arriving, by_accelerator, on_host
+from distprune.shards.layouts import is_laid_out_like, local_of
+from distprune.shards.local_shard import LocalShard
+from distprune.shards.parameter_range import ParameterRange
 
 # Per-element state that is no moment and no copy of the weight: Rprop's steps; Shampoo's and Alice's matrices, which in
 # a square weight have its shape (of the 100 optimizers of pytorch_optimizer 4.1, no others).

@@ -22,12 +22,16 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from distprune.brief import one_line
-from distprune.collectives import Communicator, Group, communicator, together
-from distprune.masks import make_zeros_positive, zero_where_pruned
-from distprune.models import NamePattern, check_not_offloaded
-from distprune.patterns import Pattern
+from distprune.collectives.agree import together
+from distprune.collectives.communicator import Group, communicator
+from distprune.masks.in_place import make_zeros_positive, zero_where_pruned
+from distprune.models.find_shards import NamePattern
+from distprune.models.runnable import check_not_offloaded
+from distprune.patterns.base import Pattern
 from distprune.pruning.agreement import Agreed, agree_on_model
-from distprune.shards import ParameterRange, bits_of, private
+from distprune.shards.local_shard import bits_of
+from distprune.shards.parameter_range import ParameterRange
+from distprune.shards.torch_private import private
 from distprune.training.binding import Binding, Moved
 from distprune.training.held import Held, HeldTogether, warn_of_overwritten
 from distprune.training.natural_zeros import check_zeros, num_zeros
@@ -121,7 +125,7 @@ class Hold:
     ) -> None:
         """``waits``: hold nothing before :meth:`begin`, and trust what is loaded. ``checks``: for dead weights."""
         self._model, self._include, self._exclude = model, include, exclude
-        self._comm: Communicator = communicator(group)
+        self._comm = communicator(group)
         self._optimizers: list[Optimizer] | None = None
         self._listeners: list[Callable[[Optimizer], None]] = []
         self.leaves_gradients_dense = False  # until the step, which masks them
@@ -190,15 +194,11 @@ class Hold:
     def _attach(self) -> None:
         self._binding.attach()
         if self._optimizers is None:
-            self._handles += [
-                register_optimizer_step_pre_hook(self._before_step),
-                register_optimizer_step_post_hook(self._after_step),
-            ]
+            self._handles.append(register_optimizer_step_pre_hook(self._before_step))
+            self._handles.append(register_optimizer_step_post_hook(self._after_step))
         for optimizer in self._optimizers or ():
-            self._handles += [
-                optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_step_post_hook(self._after_step),
-            ]
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
             if "_optimizer_load_state_dict_post_hooks" in vars(optimizer):  # Lookahead's wrapper has none
                 self._handles.append(optimizer.register_load_state_dict_post_hook(self._state_loaded))
 

@@ -8,8 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from distprune.collectives import Communicator, Roster, max_together, sum_together
-from distprune.shards import LocalShard, count_zeros, fetched, flat_chunks
+from distprune.collectives.agree import max_together, sum_together
+from distprune.collectives.base import Communicator
+from distprune.collectives.roster import Roster
+from distprune.shards.device import fetched
+from distprune.shards.local_shard import LocalShard, count_zeros, flat_chunks
 
 
 def num_zeros(comm: Communicator, roster: Roster, locals_: Callable[[], Mapping[str, torch.Tensor]]) -> dict[str, int]:

@@ -8,8 +8,11 @@ from typing import Any, TypeGuard
 import torch
 from torch.optim import Optimizer
 
-from distprune.collectives import Communicator, max_together
-from distprune.shards import LocalShard, fetched, local_of, on_host
+from distprune.collectives.agree import max_together
+from distprune.collectives.base import Communicator
+from distprune.shards.device import fetched, on_host
+from distprune.shards.layouts import local_of
+from distprune.shards.local_shard import LocalShard
 
 Optimizers = Optimizer | Iterable[Any] | None
 

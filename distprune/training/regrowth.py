@@ -12,16 +12,20 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.collectives import Communicator, sum_together
-from distprune.masks import zero_where_pruned
-from distprune.models import Found, NamePattern, find_shards
-from distprune.patterns import Pattern, Ranked, as_pattern, check_share, says_how_much
+from distprune.collectives.agree import sum_together
+from distprune.collectives.base import Communicator
+from distprune.masks.in_place import zero_where_pruned
+from distprune.models.find_shards import Found, NamePattern, find_shards
+from distprune.patterns.as_pattern import as_pattern, says_how_much
+from distprune.patterns.base import Pattern, Ranked, check_share
 from distprune.pruning.agreement import Facts, agree_on, all_shown
 from distprune.pruning.evidence import gradients_there
 from distprune.pruning.fitting import fitted
 from distprune.pruning.prune_model import choose_masks
-from distprune.scores import Elements, LocalScores, Magnitude, Random, Score
-from distprune.shards import LocalShard, bits_of, count_zeros
+from distprune.scores.base import Elements, LocalScores, Score
+from distprune.scores.magnitude import Magnitude
+from distprune.scores.random import Random
+from distprune.shards.local_shard import LocalShard, bits_of, count_zeros
 
 GrowBy = Literal["gradient", "random"]
 

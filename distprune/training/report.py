@@ -10,7 +10,7 @@ from typing import Any
 from typing_extensions import override
 
 from distprune.brief import count, one_line, share
-from distprune.checkpoint import import_extra
+from distprune.checkpoint.optional_packages import import_extra
 from distprune.figure import check_picture, new_figure, write_png
 
 _NUM_SHOWN = 8  # updates; the others are in ``updates``

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from distprune.hints import with_hints
-from distprune.patterns import check_share
+from distprune.patterns.base import check_share
 
 Schedule = Callable[[int], float]
 

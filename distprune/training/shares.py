@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from distprune.collectives import Group, communicator
-from distprune.models import NamePattern
-from distprune.patterns import check_share
+from distprune.collectives.communicator import Group, communicator
+from distprune.models.find_shards import NamePattern
+from distprune.patterns.base import check_share
 from distprune.pruning.agreement import agree_on_model
 
 

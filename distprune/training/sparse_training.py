@@ -15,13 +15,17 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from distprune.brief import one_line, share
-from distprune.collectives import Group, agree, communicator, together
+from distprune.collectives.agree import agree, together
+from distprune.collectives.communicator import Group, communicator
 from distprune.hints import with_hints
-from distprune.models import NamePattern
-from distprune.patterns import Pattern, Scope, says_how_much
+from distprune.models.find_shards import NamePattern
+from distprune.patterns.as_pattern import says_how_much
+from distprune.patterns.base import Pattern, Scope
 from distprune.pruning.prune_model import Request, prune_requested
-from distprune.scores import Movement, ScoreLike, as_score
-from distprune.shards import LocalShard, gradients_of
+from distprune.scores.as_score import ScoreLike, as_score
+from distprune.scores.gradient import Movement
+from distprune.shards.local_shard import LocalShard
+from distprune.shards.parameter_range import gradients_of
 from distprune.training.binding import in_backward
 from distprune.training.carried import laid_out, load_in_place
 from distprune.training.hold import Hold

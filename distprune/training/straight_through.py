@@ -19,15 +19,22 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from distprune.brief import cut, one_line
-from distprune.collectives import Communicator, Group, communicator, max_together, sum_together
-from distprune.masks import bring_back, set_aside
-from distprune.models import Found, NamePattern, find_shards
-from distprune.patterns import Pattern, Ranked, as_pattern, says_how_much
+from distprune.collectives.agree import max_together, sum_together
+from distprune.collectives.base import Communicator
+from distprune.collectives.communicator import Group, communicator
+from distprune.masks.in_place import bring_back, set_aside
+from distprune.models.find_shards import Found, NamePattern, find_shards
+from distprune.patterns.as_pattern import as_pattern, says_how_much
+from distprune.patterns.base import Pattern, Ranked
 from distprune.pruning.agreement import Facts, agree_on, all_shown
 from distprune.pruning.fitting import fitted
 from distprune.pruning.prune_model import choose_masks
-from distprune.scores import LocalScores, Magnitude, Score
-from distprune.shards import LocalShard, fetched, gradients_of, private, ranges_of, row_chunks
+from distprune.scores.base import LocalScores, Score
+from distprune.scores.magnitude import Magnitude
+from distprune.shards.device import fetched, row_chunks
+from distprune.shards.local_shard import LocalShard
+from distprune.shards.parameter_range import gradients_of, ranges_of
+from distprune.shards.torch_private import private
 from distprune.training.binding import Weak, in_backward
 from distprune.training.carried import laid_out, load_in_place
 from distprune.training.optimizers import (

@@ -18,8 +18,11 @@ from transformers import BatchEncoding
 from typing_extensions import override
 
 from distprune import calibration_windows
-from distprune.calibration import Batches, as_line, as_windows, load_samples, spread, text
-from distprune.collectives import communicator
+from distprune.calibration import text
+from distprune.calibration.batches import Batches
+from distprune.calibration.data import load_samples, spread
+from distprune.calibration.token_ids import as_line, as_windows
+from distprune.collectives.communicator import communicator
 from tests.worlds import run_threads
 
 

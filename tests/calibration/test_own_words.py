@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers import T5Config, T5ForConditionalGeneration
 
 from distprune import allocate, own_words, prune_blocks, shrink_model
-from distprune.calibration import texts_of
+from distprune.calibration.own_words import texts_of
 from distprune.calibration.token_choice import choose, draw
-from distprune.models import decoder_blocks
+from distprune.models.decoder_blocks import decoder_blocks
 from tests.architectures import ONE_SHOT_ARCHITECTURES, VOCABULARY, samples, tiny_model
 from tests.oneshot.test_tensor_parallel import parallelized
 from tests.worlds import ProcessPool, run_threads

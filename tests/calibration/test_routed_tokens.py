@@ -9,11 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from distprune.calibration import InputStatistics, Moments, Targets, catch_inputs, learn_order, routed_tokens, spread
+from distprune.calibration import routed_tokens
+from distprune.calibration.catch_inputs import catch_inputs
+from distprune.calibration.data import spread
+from distprune.calibration.moments import Moments
+from distprune.calibration.order import learn_order
 from distprune.calibration.owner_ranks import OwnerRank, SharedInput, find_routed_owners
 from distprune.calibration.sample_group import SampleGroup
-from distprune.collectives import Alone, Communicator, communicator
-from distprune.models import decoder_blocks, linear_layers
+from distprune.calibration.statistics import InputStatistics
+from distprune.calibration.targets import Targets
+from distprune.collectives.alone import Alone
+from distprune.collectives.base import Communicator
+from distprune.collectives.communicator import communicator
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.models.linear_layers import linear_layers
 from tests.architectures import samples, tiny_model
 from tests.oneshot.alike import sharded
 from tests.worlds import drawing, run_threads

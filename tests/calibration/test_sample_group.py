@@ -16,12 +16,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from distprune import Unstructured
-from distprune.calibration import InputStatistics, MomentsOf
+from distprune.calibration.moments import MomentsOf
 from distprune.calibration.sample_group import Axis, SampleGroup, find_sample_group, shared_axis
-from distprune.collectives import Alone, communicator, gather_features
-from distprune.models import linear_layers
-from distprune.oneshot import prune_blocks
-from distprune.removal import order_layers
+from distprune.calibration.statistics import InputStatistics
+from distprune.collectives.alone import Alone
+from distprune.collectives.communicator import communicator
+from distprune.collectives.tensors import gather_features
+from distprune.models.linear_layers import linear_layers
+from distprune.oneshot.prune_blocks import prune_blocks
+from distprune.removal.layers import order_layers
 from tests.architectures import samples, tiny_model
 from tests.worlds import ProcessPool, RankError, drawing, run_threads
 

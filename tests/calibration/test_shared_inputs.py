@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from distprune.calibration.shared_inputs import shared_inputs
-from distprune.collectives import communicator
+from distprune.collectives.communicator import communicator
 from tests.worlds import run_threads
 
 LAYERS = ["q", "k", "up.0", "up.1", "gate.0", "gate.1"]

@@ -12,13 +12,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from typing_extensions import override
 
-from distprune.calibration import InputStatistics, Moments, MomentsOf, catch_inputs, spread
+from distprune.calibration.catch_inputs import catch_inputs
+from distprune.calibration.data import spread
+from distprune.calibration.moments import Moments, MomentsOf
 from distprune.calibration.owner_ranks import OwnerRank
 from distprune.calibration.sample_group import SampleGroup
+from distprune.calibration.statistics import InputStatistics
 from distprune.calibration.triangle import pack_triangle, unpack_triangle
-from distprune.collectives import Alone, Communicator, communicator
-from distprune.models import decoder_blocks, linear_layers
-from distprune.selection import keep_highest_per_group, keep_highest_per_row
+from distprune.collectives.alone import Alone
+from distprune.collectives.base import Communicator
+from distprune.collectives.communicator import communicator
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.models.linear_layers import linear_layers
+from distprune.selection.highest import keep_highest_per_group, keep_highest_per_row
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 from tests.oneshot_oracle import linears, listening, prune_model
 from tests.sampling import pairs_first

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from distprune.calibration import InputStatistics, Moments
+from distprune.calibration.moments import Moments
 from distprune.calibration.sample_group import SampleGroup
-from distprune.collectives import communicator
-from distprune.models import linear_layers
+from distprune.calibration.statistics import InputStatistics
+from distprune.collectives.communicator import communicator
+from distprune.models.linear_layers import linear_layers
 from tests.worlds import drawing, run_threads
 
 NUM_SAMPLES, LENGTH, NUM_IN = 6, 40, 130

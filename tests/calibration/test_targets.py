@@ -11,10 +11,16 @@ import torch
 from torch.library import custom_op
 
 from distprune import Unstructured, prune_blocks
-from distprune.calibration import BlockOrder, InputStatistics, Targets, catch_inputs, learn_order, listening
+from distprune.calibration.catch_inputs import catch_inputs
+from distprune.calibration.listening import listening
+from distprune.calibration.order import BlockOrder, learn_order
+from distprune.calibration.statistics import InputStatistics
+from distprune.calibration.targets import Targets
 from distprune.calibration.walk import Walk
-from distprune.collectives import Alone, communicator
-from distprune.models import decoder_blocks, linear_layers
+from distprune.collectives.alone import Alone
+from distprune.collectives.communicator import communicator
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.models.linear_layers import linear_layers
 from tests.architectures import samples, tiny_model
 from tests.worlds import run_threads
 

@@ -11,9 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import override
 
-from distprune.calibration import Walk, catch_inputs, spread
-from distprune.collectives import Alone, communicator
-from distprune.models import decoder_blocks
+from distprune.calibration.catch_inputs import catch_inputs
+from distprune.calibration.data import spread
+from distprune.calibration.walk import Walk
+from distprune.collectives.alone import Alone
+from distprune.collectives.communicator import communicator
+from distprune.models.decoder_blocks import decoder_blocks
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 from tests.worlds import drawing, run_threads
 

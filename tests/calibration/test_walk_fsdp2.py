@@ -15,11 +15,13 @@ from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import override
 
 from distprune import Unstructured
-from distprune.calibration import catch_inputs, spread
-from distprune.collectives import Guarded, communicator
-from distprune.models import decoder_blocks
-from distprune.oneshot import prune_blocks
-from distprune.shards import reset_forward
+from distprune.calibration.catch_inputs import catch_inputs
+from distprune.calibration.data import spread
+from distprune.collectives.communicator import communicator
+from distprune.collectives.guarded import Guarded
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.oneshot.prune_blocks import prune_blocks
+from distprune.shards.fsdp2_forward import reset_forward
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 from tests.calibration.test_walk import block_outputs
 from tests.worlds import ProcessPool

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from distprune.checkpoint import digest, file_digest
-from distprune.collectives import communicator
+from distprune.checkpoint import digest
+from distprune.checkpoint.digest import file_digest
+from distprune.collectives.communicator import communicator
 from tests.worlds import run_threads
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from distprune.checkpoint import open_directory
+from distprune.checkpoint.hf_directory import open_directory
 from tests.hf_models import make_model
 
 

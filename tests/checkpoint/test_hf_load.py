@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distprune import l1_unstructured, load, save, shrink_model
-from distprune.checkpoint import load_model
+from distprune.checkpoint.hf_load import load_model
 from distprune.jobs import PruneJob, SampleJob, run_prune_job, run_sample_job
 from tests.architectures import samples
 from tests.hf_models import ARCHITECTURES, make_model, make_tokenizer

@@ -19,7 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 from distprune import prune_model
-from distprune.checkpoint import load_model, open_directory, save_model
+from distprune.checkpoint.hf_directory import open_directory
+from distprune.checkpoint.hf_load import load_model
+from distprune.checkpoint.hf_save import save_model
 from tests.hf_models import make_model
 from tests.worlds import run_threads
 

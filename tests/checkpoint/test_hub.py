@@ -12,7 +12,8 @@ import pytest
 from huggingface_hub import constants
 from typing_extensions import override
 
-from distprune.checkpoint import name_of_model, open_directory, resolve_model
+from distprune.checkpoint.hf_directory import open_directory
+from distprune.checkpoint.hub import name_of_model, resolve_model
 from tests.hf_models import make_model
 from tests.worlds import ProcessPool, run_threads
 

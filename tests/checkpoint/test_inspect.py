@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 import distprune as prune
-from distprune.checkpoint import inspect_directory, stored_slices
+from distprune.checkpoint import stored_slices
+from distprune.checkpoint.inspect import inspect_directory
 from tests.families import family_model
 
 

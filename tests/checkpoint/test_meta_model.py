@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from distprune.checkpoint import open_directory
+from distprune.checkpoint.hf_directory import open_directory
 from distprune.checkpoint.meta_model import build_on_meta
 from tests.hf_models import make_model
 

@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 
-from distprune.checkpoint import load_model, open_directory, save_model
+from distprune.checkpoint.hf_directory import open_directory
+from distprune.checkpoint.hf_load import load_model
+from distprune.checkpoint.hf_save import save_model
 from tests.families import family_model
 from tests.hf_models import make_model
 from tests.worlds import run_threads

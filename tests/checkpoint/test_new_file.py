@@ -11,8 +11,9 @@ import pytest
 from torch import nn
 
 import distprune as prune
-from distprune.checkpoint import disk, locking
-from distprune.collectives import communicator
+from distprune.checkpoint import disk
+from distprune.checkpoint.output_lock import locking
+from distprune.collectives.communicator import communicator
 from distprune.jobs import SampleJob, compare_outputs, run_sample_job
 from distprune.training.report import TrainingReport, Update
 from tests.checkpoint.test_output_directory import content

@@ -18,8 +18,13 @@ from types import ModuleType
 import pytest
 import torch
 
-from distprune.checkpoint import output_directory, output_lock, writing
-from distprune.collectives import Alone, Communicator, communicator, slow, together
+from distprune.checkpoint import output_directory, output_lock
+from distprune.checkpoint.output_directory import writing
+from distprune.collectives import slow
+from distprune.collectives.agree import together
+from distprune.collectives.alone import Alone
+from distprune.collectives.base import Communicator
+from distprune.collectives.communicator import communicator
 from tests.sampling import only_whole
 from tests.worlds import run_threads
 
@@ -205,7 +210,8 @@ def test_old_directory_comes_back_if_the_new_one_cannot_take_its_place(
 
 KILLED = """
 import os, pathlib, signal, sys
-from distprune.checkpoint import output_directory, writing
+from distprune.checkpoint import output_directory
+from distprune.checkpoint.output_directory import writing
 
 def die(*_):
     os.kill(os.getpid(), {signal})

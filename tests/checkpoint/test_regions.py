@@ -12,10 +12,13 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
-from distprune.checkpoint import load_model, open_directory, save_model
+from distprune.checkpoint.hf_directory import open_directory
+from distprune.checkpoint.hf_load import load_model
+from distprune.checkpoint.hf_save import save_model
 from distprune.checkpoint.regions import Region, Shape, fitted
-from distprune.removal import remove_layers, remove_units
-from distprune.shards import Geometry, local_shard
+from distprune.removal.rebuild import remove_layers, remove_units
+from distprune.shards.geometry import Geometry
+from distprune.shards.layouts import local_shard
 from tests.checkpoint.test_hf_save import digests
 from tests.removal.sliced import SCRIPTS, Script, kept_units, sliced
 from tests.worlds import run_threads

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from distprune.checkpoint import check_output, replaceable
+from distprune.checkpoint import replaceable
+from distprune.checkpoint.replaceable import check_output
 from tests.checkpoint.test_output_directory import make_old
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from distprune.checkpoint import open_directory, open_together, sample_together
-from distprune.collectives import communicator
+from distprune.checkpoint.hf_directory import open_directory
+from distprune.checkpoint.shared_reading import open_together, sample_together
+from distprune.collectives.communicator import communicator
 from tests.worlds import run_threads
 
 

@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 
 from distprune.checkpoint import stored_slices
 from distprune.checkpoint.hf_directory import read_weight_file
-from distprune.shards import Geometry, LocalShard, Ownership, Runs
+from distprune.shards.geometry import Geometry, Runs
+from distprune.shards.local_shard import LocalShard, Ownership
 
 
 @pytest.mark.parametrize("copy_bytes", [stored_slices._COPY_BYTES, 64])

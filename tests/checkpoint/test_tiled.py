@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distprune.checkpoint.tiled import Tile, Tiled
-from distprune.shards import flat_chunk
+from distprune.shards.local_shard import flat_chunk
 
 # Shapes, and where their dims are parted.
 GRIDS: dict[str, tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]] = {

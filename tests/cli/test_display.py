@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from distprune import jobs
-from distprune.checkpoint import InspectReport, TensorReport, inspect_directory
+from distprune.checkpoint.inspect import InspectReport, TensorReport, inspect_directory
 from distprune.cli.display import Display
 from distprune.cli.heartbeat import Heartbeat
 from distprune.jobs import (

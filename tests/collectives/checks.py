@@ -12,22 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from distprune.collectives import (
-    Communicator,
-    Member,
-    Traffic,
+from distprune.collectives.agree import (
     agree,
-    guarding,
     max_together,
-    roster_of_all,
-    roster_of_one,
     same_everywhere,
     sum_together,
     swap_known,
     swap_unknown,
     together,
-    work_together,
 )
+from distprune.collectives.base import Communicator, Traffic
+from distprune.collectives.guarded import guarding
+from distprune.collectives.roster import Member, roster_of_all, roster_of_one
+from distprune.collectives.slow import work_together
 from distprune.mistakes import is_expected, was_told
 
 __all__ = ["check_all"]

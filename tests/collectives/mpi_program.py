@@ -10,7 +10,9 @@ import torch
 from typing_extensions import override
 
 import distprune
-from distprune.collectives import Alone, MpiRanks, communicator
+from distprune.collectives.alone import Alone
+from distprune.collectives.communicator import communicator
+from distprune.collectives.mpi import MpiRanks
 from tests.collectives.checks import check_all
 from tests.contract import own_cases
 from tests.pattern_oracle import keep_in_pattern

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distprune.collectives import communicator, gather_pairwise, lookup_rows
+from distprune.collectives.communicator import communicator
+from distprune.collectives.tensors import gather_pairwise, lookup_rows
 from tests.worlds import ProcessPool, run_threads
 
 

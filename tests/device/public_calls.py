@@ -25,7 +25,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import distprune as prune
-from distprune.collectives import Alone, Communicator, communicator
+from distprune.collectives.alone import Alone
+from distprune.collectives.base import Communicator
+from distprune.collectives.communicator import communicator
 from tests.architectures import samples, tiny_model
 from tests.masks.test_adapters import PeftModel
 from tests.removal.layouts import shard

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from distprune import NByM
-from distprune.checkpoint import locking
-from distprune.collectives import communicator
+from distprune.checkpoint.output_lock import locking
+from distprune.collectives.communicator import communicator
 from distprune.jobs import OneShotJob, PlanJob, run_one_shot_job, run_plan_job
 from distprune.jobs.block_journal import BLOCK
 from distprune.jobs.journal import Item

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from distprune.calibration import available
-from distprune.collectives import communicator
+from distprune.collectives.communicator import communicator
 from distprune.jobs import OneShotJob, fit_memory, run_one_shot_job
 from distprune.jobs.run import Run
-from distprune.oneshot import WalkRequest, fitted, plan_walk
-from distprune.oneshot.walk_costs import BlockShape, InputShape, ModelShape
+from distprune.oneshot.memory_plan import fitted, plan_walk
+from distprune.oneshot.walk_costs import BlockShape, InputShape, ModelShape, WalkRequest
 from tests.worlds import run_threads
 
 WIDTH, NUM_EXPERTS = 64, 8

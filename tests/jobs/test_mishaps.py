@@ -13,8 +13,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 from typing_extensions import override
 
-from distprune.checkpoint import hf_directory, locking, publish
-from distprune.collectives import Alone
+from distprune.checkpoint import hf_directory
+from distprune.checkpoint.output_directory import publish
+from distprune.checkpoint.output_lock import locking
+from distprune.collectives.alone import Alone
 from distprune.jobs import (
     FinetuneJob,
     OneShotJob,

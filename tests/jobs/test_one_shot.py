@@ -13,8 +13,10 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from distprune import Block, NByM, PerRow, Unstructured
-from distprune.calibration import WindowGradients
-from distprune.checkpoint import ModelWriter, hf_save, inspect_directory
+from distprune.calibration.window_gradients import WindowGradients
+from distprune.checkpoint import hf_save
+from distprune.checkpoint.hf_save import ModelWriter
+from distprune.checkpoint.inspect import inspect_directory
 from distprune.cli import main
 from distprune.jobs import OneShotJob, run_one_shot_job
 from distprune.jobs.run import REPORT_NAME

@@ -15,11 +15,13 @@ import torch
 from safetensors.torch import load_file
 from typing_extensions import override
 
-from distprune.checkpoint import inspect_directory
+from distprune.checkpoint.inspect import inspect_directory
 from distprune.jobs import Evaluation, Job, PruneJob, Watcher, run_prune_job
 from distprune.jobs.model_card import CARD_NAME
 from distprune.jobs.run import REPORT_NAME, write_report
-from distprune.patterns import Block, NByM, Pattern, Scope
+from distprune.patterns.base import Pattern, Scope
+from distprune.patterns.block import Block
+from distprune.patterns.n_by_m import NByM
 from tests.sampling import pairs_first
 from tests.worlds import ProcessPool
 

@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from distprune.checkpoint import ModelWriter, output_directory
+from distprune.checkpoint import output_directory
+from distprune.checkpoint.hf_save import ModelWriter
 from distprune.cli.display import Display
-from distprune.collectives import communicator
+from distprune.collectives.communicator import communicator
 from distprune.jobs import (
     ShrinkJob,
     SmallerModel,
@@ -30,8 +31,8 @@ from distprune.jobs import (
 )
 from distprune.jobs.figures import removal_rows
 from distprune.jobs.run import REPORT_NAME
-from distprune.oneshot import OneShotReport
-from distprune.removal import divide_budget
+from distprune.oneshot.report import OneShotReport
+from distprune.removal.trials import divide_budget
 from tests.hf_models import make_model, make_tokenizer
 from tests.jobs.test_one_shot import Killed
 from tests.jobs.test_prune import Heard, contents

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distprune.masks import Grouped, read_kept, write_signed_zeros
-from distprune.shards import bits_of
+from distprune.masks.grouped import Grouped
+from distprune.masks.in_place import read_kept, write_signed_zeros
+from distprune.shards.local_shard import bits_of
 from tests.device_path import as_on_a_device, counted_waits, counted_work
 
 SHAPES = [(7,), (1 << 10,), (3, 5), (), (0, 4), (60, 70), (2, 2)]  # parts of chunks and more than one

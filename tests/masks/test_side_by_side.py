@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from distprune.masks import SideBySide, goes_beside, zero_all_where_pruned
+from distprune.masks.in_place import goes_beside, zero_all_where_pruned
+from distprune.masks.side_by_side import SideBySide
 
 SHAPES = [(7,), (1 << 14,), (3, 5), (1,), *[(128, 128)] * 9, (2, 2)]  # more than a chunk
 

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from distprune import NByM
-from distprune.models import decoder_blocks, find_shards, warn_of_other_blocks
-from distprune.oneshot import prune_blocks
+from distprune.models.decoder_blocks import decoder_blocks, warn_of_other_blocks
+from distprune.models.find_shards import find_shards
+from distprune.oneshot.prune_blocks import prune_blocks
 from tests.architectures import VOCABULARY, samples
 from tests.families import family_model
 

@@ -12,10 +12,10 @@ from torch import nn
 from typing_extensions import override
 
 from distprune import Unstructured
-from distprune.calibration import catch_inputs
+from distprune.calibration.catch_inputs import catch_inputs
 from distprune.evaluation import perplexity
-from distprune.models import evaluating
-from distprune.oneshot import prune_blocks
+from distprune.models.evaluating import evaluating
+from distprune.oneshot.prune_blocks import prune_blocks
 from tests.architectures import samples, tiny_model
 
 TOKENS = samples(2)

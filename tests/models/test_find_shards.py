@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from distprune.models import UNUSUAL, decoder_blocks, dense_weights, find_shards, linear_layers
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.models.find_shards import find_shards
+from distprune.models.linear_layers import UNUSUAL, dense_weights, linear_layers
 from tests.architectures import ONE_SHOT_ARCHITECTURES, tiny_model
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from distprune.models import dense_weights, linear_layers
+from distprune.models.linear_layers import dense_weights, linear_layers
 from tests.architectures import tiny_model
 
 

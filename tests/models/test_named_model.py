@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from distprune.models import find_shards, model_of_names
+from distprune.models.find_shards import find_shards
+from distprune.models.named_model import model_of_names
 from tests.architectures import ONE_SHOT_ARCHITECTURES, tiny_model
 
 

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.models import UnitKind, decoder_blocks, find_all_units, find_units, linear_layers
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.models.linear_layers import linear_layers
+from distprune.models.units import UnitKind, find_all_units, find_units
 from tests.architectures import samples, tiny_model
 from tests.removal.sliced import SCRIPTS, kept_units, sliced
 

@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from distprune import Block, NByM, PerRow, Unstructured
-from distprune.models import decoder_blocks
-from distprune.oneshot import OneShotReport, prune_blocks
-from distprune.patterns import Pattern
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.oneshot.prune_blocks import prune_blocks
+from distprune.oneshot.report import OneShotReport
+from distprune.patterns.base import Pattern
 from tests import oneshot_oracle as oracle
 from tests.architectures import samples
 from tests.wrapped import whole

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from distprune import allocate, perplexity, prune_blocks
-from distprune.calibration import SampleGroup, Sensitivity, measure_sensitivities
-from distprune.collectives import Alone
-from distprune.models import decoder_blocks, linear_layers
+from distprune.calibration.sample_group import SampleGroup
+from distprune.calibration.sensitivity import Sensitivity, measure_sensitivities
+from distprune.collectives.alone import Alone
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.models.linear_layers import linear_layers
 from distprune.oneshot.allocation import Bounds, fill_budget, whole_rows_of
 from tests import allocation_oracle as oracle
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model

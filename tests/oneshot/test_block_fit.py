@@ -12,10 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from distprune.models import decoder_blocks
-from distprune.oneshot import WalkRequest, block, block_fit, driver, plan_walk, prune_blocks, shape_of
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.oneshot import block, block_fit, driver
 from distprune.oneshot.block_fit import BlockFit, fit_block, num_steps
-from distprune.oneshot.memory_plan import FIT
+from distprune.oneshot.memory_plan import FIT, plan_walk
+from distprune.oneshot.model_shape import shape_of
+from distprune.oneshot.prune_blocks import prune_blocks
+from distprune.oneshot.walk_costs import WalkRequest
 from tests.architectures import samples, tiny_model
 from tests.device_path import Work
 from tests.oneshot.alike import matrices, sharded

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from distprune import prune_blocks
-from distprune.collectives import Alone, communicator
+from distprune.collectives.alone import Alone
+from distprune.collectives.communicator import communicator
 from distprune.oneshot import channel_order as channel_order_module
 from distprune.oneshot.channel_order import _assigned, channel_order, move_channels
 from distprune.oneshot.channels import MovableChannels
 from distprune.oneshot.rows import Rows
-from distprune.shards import Runs
+from distprune.shards.geometry import Runs
 from tests.architectures import samples, tiny_model
 from tests.oneshot.alike import matrices, sharded
 from tests.oneshot.test_channels import channels_of, turned

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from distprune import l1_unstructured
-from distprune.collectives import Alone
-from distprune.models import decoder_blocks
+from distprune.collectives.alone import Alone
+from distprune.models.decoder_blocks import decoder_blocks
 from distprune.oneshot.channel_order import move_channels
 from distprune.oneshot.channels import MovableChannels, find_channels
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model

@@ -10,19 +10,21 @@ import pytest
 import torch
 
 import distprune as prune
-from distprune.calibration import Moments
+from distprune.calibration.moments import Moments
 from distprune.calibration.owner_ranks import OwnerRank
 from distprune.calibration.reduction import Reduction
-from distprune.collectives import Alone
-from distprune.oneshot import ADMM, SparseGPT, prune_blocks
+from distprune.collectives.alone import Alone
+from distprune.oneshot.admm import ADMM
 from distprune.oneshot.driver import prune_rows
 from distprune.oneshot.outcome import BlockTrial
+from distprune.oneshot.prune_blocks import prune_blocks
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.scored import Scored
 from distprune.oneshot.solver import Solver
-from distprune.scores import Wanda
-from distprune.shards import local_of
+from distprune.oneshot.sparsegpt import SparseGPT
+from distprune.scores.wanda import Wanda
+from distprune.shards.layouts import local_of
 from tests.architectures import samples, tiny_model
 from tests.device_path import Waits, as_on_a_device, counted_waits
 from tests.oneshot.alike import matrices, sharded

@@ -13,10 +13,12 @@ from torch.distributed.fsdp import fully_shard
 from typing_extensions import override
 
 from distprune import Block, NByM, Unstructured
-from distprune.calibration import Moments
-from distprune.oneshot import BlockReport, OneShotMethod, SparseGPT, prune_blocks
-from distprune.oneshot.sparsegpt import Factor
-from distprune.patterns import Pattern
+from distprune.calibration.moments import Moments
+from distprune.oneshot.plan import OneShotMethod
+from distprune.oneshot.prune_blocks import prune_blocks
+from distprune.oneshot.report import BlockReport
+from distprune.oneshot.sparsegpt import Factor, SparseGPT
+from distprune.patterns.base import Pattern
 from tests.architectures import samples, tiny_model
 from tests.oneshot.alike import sharded
 from tests.worlds import run_threads

@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from distprune.oneshot import BlockReport, OneShotReport, prune_blocks
+from distprune.oneshot.prune_blocks import prune_blocks
+from distprune.oneshot.report import BlockReport, OneShotReport
 from tests.families import FAMILIES, NOT_BUILT, REFUSED, family_model, tokens
 from tests.products import Products
 

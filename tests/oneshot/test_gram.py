@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distprune.collectives import Alone, communicator
+from distprune.collectives.alone import Alone
+from distprune.collectives.communicator import communicator
 from distprune.oneshot.gram import sum_gram
 from tests.worlds import run_threads
 

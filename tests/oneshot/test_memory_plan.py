@@ -13,21 +13,19 @@ from typing import Any
 import pytest
 import torch
 
-from distprune.calibration import InputStatistics, Moments, catch_inputs, learn_order, routed_tokens, spread
-from distprune.collectives import Alone, Communicator, communicator, sum_together, swap_known
-from distprune.models import decoder_blocks, linear_layers
-from distprune.oneshot import (
-    MemoryPlan,
-    WalkRequest,
-    block,
-    channel_order,
-    fitted,
-    moved_rows,
-    plan_walk,
-    prune_blocks,
-    room,
-    shape_of,
-)
+from distprune.calibration import routed_tokens
+from distprune.calibration.catch_inputs import catch_inputs
+from distprune.calibration.data import spread
+from distprune.calibration.moments import Moments
+from distprune.calibration.order import learn_order
+from distprune.calibration.statistics import InputStatistics
+from distprune.collectives.agree import sum_together, swap_known
+from distprune.collectives.alone import Alone
+from distprune.collectives.base import Communicator
+from distprune.collectives.communicator import communicator
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.models.linear_layers import linear_layers
+from distprune.oneshot import block, channel_order, moved_rows, room
 from distprune.oneshot.block_layers import copies_of
 from distprune.oneshot.memory_plan import (
     BEFORE,
@@ -43,9 +41,14 @@ from distprune.oneshot.memory_plan import (
     TOKENS,
     WAVES,
     WEIGHTS,
+    MemoryPlan,
+    fitted,
+    plan_walk,
 )
-from distprune.oneshot.walk_costs import BlockShape, InputShape, ModelShape
-from distprune.patterns import NByM
+from distprune.oneshot.model_shape import shape_of
+from distprune.oneshot.prune_blocks import prune_blocks
+from distprune.oneshot.walk_costs import BlockShape, InputShape, ModelShape, WalkRequest
+from distprune.patterns.n_by_m import NByM
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 from tests.device_path import as_on_a_device
 from tests.oneshot.alike import sharded

@@ -8,12 +8,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement
 
-from distprune.collectives import Alone, communicator
-from distprune.models import LinearLayer
+from distprune.collectives.alone import Alone
+from distprune.collectives.communicator import communicator
+from distprune.models.linear_layers import LinearLayer
 from distprune.oneshot import moved_rows
 from distprune.oneshot.moved_rows import move_rows
 from distprune.oneshot.rows import Rows, whole_rows
-from distprune.shards import cut, local_shard
+from distprune.shards.layouts import local_shard
+from distprune.shards.local_shard import cut
 from tests.oneshot.test_rows import LAYOUTS, laid_out
 from tests.worlds import run_threads
 

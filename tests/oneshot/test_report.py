@@ -11,8 +11,13 @@ import torch
 
 from distprune import Block, NByM, PerRow, Unstructured
 from distprune.collectives import known
-from distprune.models import count_parameters, decoder_blocks, linear_layers
-from distprune.oneshot import BlockReport, OneShotMethod, moved_rows, prune_blocks
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.models.find_shards import count_parameters
+from distprune.models.linear_layers import linear_layers
+from distprune.oneshot import moved_rows
+from distprune.oneshot.plan import OneShotMethod
+from distprune.oneshot.prune_blocks import prune_blocks
+from distprune.oneshot.report import BlockReport
 from distprune.oneshot.sparsegpt import DAMPING, factor
 from tests.architectures import samples, tiny_model
 from tests.oneshot.alike import sharded

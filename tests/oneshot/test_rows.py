@@ -10,10 +10,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from distprune.collectives import broadcast_tensor, communicator
-from distprune.models import LinearLayer
+from distprune.collectives.communicator import communicator
+from distprune.collectives.tensors import broadcast_tensor
+from distprune.models.linear_layers import LinearLayer
 from distprune.oneshot.rows import whole_rows
-from distprune.shards import Geometry, Split, cut, local_shard, runs_of_splits
+from distprune.shards.geometry import Geometry, Split, runs_of_splits
+from distprune.shards.layouts import local_shard
+from distprune.shards.local_shard import cut
 from tests.worlds import run_threads
 
 LAYOUTS: list[tuple[tuple[int, ...], tuple[Placement, ...]]] = [

@@ -15,15 +15,18 @@ from torch import nn
 from typing_extensions import override
 
 from distprune import ADMM, Channels, PerRow, Unstructured
-from distprune.calibration import Moments, MomentsOf
-from distprune.models import Units, linear_layers
-from distprune.oneshot import Pruning, Solved, Solver, SparseGPT, prune_blocks
+from distprune.calibration.moments import Moments, MomentsOf
+from distprune.models.linear_layers import linear_layers
+from distprune.models.units import Units
 from distprune.oneshot.damping import damped_factor
+from distprune.oneshot.prune_blocks import prune_blocks
 from distprune.oneshot.rows import Rows
-from distprune.patterns import Pattern
-from distprune.removal import OBS
+from distprune.oneshot.solver import Pruning, Solved, Solver
+from distprune.oneshot.sparsegpt import SparseGPT
+from distprune.patterns.base import Pattern
+from distprune.removal.criteria import OBS
 from distprune.removal.remover import Asked, UnitRemover
-from distprune.scores import Elements, Score
+from distprune.scores.base import Elements, Score
 from tests.architectures import samples, tiny_model
 from tests.oneshot.alike import matrices, sharded
 from tests.worlds import run_threads

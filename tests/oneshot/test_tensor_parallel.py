@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from distprune import NByM, PerRow
-from distprune.models import decoder_blocks
+from distprune.models.decoder_blocks import decoder_blocks
 from tests.architectures import samples, tiny_model
 from tests.oneshot.alike import BLOCKS, FEW, HALF, TARGETS, TOKENS, Case, Pruned, check_ranks, pruned
 from tests.sampling import in_turn, only_whole

@@ -10,8 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from distprune import NByM
-from distprune.models import decoder_blocks, linear_layers
-from distprune.oneshot import OneShotMethod, prune_blocks
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.models.linear_layers import linear_layers
+from distprune.oneshot.plan import OneShotMethod
+from distprune.oneshot.prune_blocks import prune_blocks
 from tests.worlds import drawing
 
 VOCABULARY = 64

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, distribute_tensor
 
-from distprune.shards import Fsdp2Params
+from distprune.shards.fsdp2 import Fsdp2Params
 from tests import layouts
 from tests.worlds import drawing, run_threads
 

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import distprune as prune
-from distprune.collectives import ProcessGroup, Traffic
+from distprune.collectives.base import Traffic
+from distprune.collectives.process_group import ProcessGroup
 from tests.worlds import run_threads
 
 Call = Callable[[list[tuple[nn.Module, str]], ProcessGroup], object]

@@ -17,8 +17,11 @@ import distprune as prune
 from distprune import NByM, PerRow
 from distprune.patterns import cut_units
 from distprune.patterns.local_units import Rectangle, find_units
-from distprune.selection import keep_highest_per_row
-from distprune.shards import Geometry, LocalShard, Matrix, local_shard
+from distprune.selection.highest import keep_highest_per_row
+from distprune.shards.geometry import Geometry
+from distprune.shards.layouts import local_shard
+from distprune.shards.local_shard import LocalShard
+from distprune.shards.matrix import Matrix
 from tests.layouts import LAYOUTS
 from tests.pruning.test_patterns import BASE, check_rank, made, traffic
 from tests.worlds import drawing, run_threads

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from typing_extensions import override
 
 import distprune
-from distprune.collectives import Alone
-from distprune.masks import reparametrize
+from distprune.collectives.alone import Alone
+from distprune.masks.reparametrized import reparametrize
 from distprune.shards import torch_private
 from tests.pruning.failing import Act, World, failing, local, made, raised, spread_over
 from tests.sampling import in_turn, only_whole

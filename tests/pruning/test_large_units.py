@@ -11,10 +11,13 @@ import torch
 from torch import nn
 
 import distprune as prune
-from distprune.collectives import Alone
-from distprune.patterns import Block, large_units, own_units
+from distprune.collectives.alone import Alone
+from distprune.patterns import large_units, own_units
+from distprune.patterns.block import Block
 from distprune.selection import told
-from distprune.shards import Geometry, LocalShard, Matrix, Ownership
+from distprune.shards.geometry import Geometry
+from distprune.shards.local_shard import LocalShard, Ownership
+from distprune.shards.matrix import Matrix
 from tests.device_path import as_on_a_device, counted_work
 from tests.layouts import LAYOUTS
 from tests.pruning.test_patterns import check_rank, made, turned_on_rank

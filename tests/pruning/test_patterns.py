@@ -17,9 +17,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import distprune as prune
 from distprune import Block, Channels, NByM, PerRow, Unstructured
-from distprune.patterns import Pattern, unit_lines
-from distprune.selection import keep_highest_per_group, told
-from distprune.shards import Geometry, Matrix, device
+from distprune.patterns import unit_lines
+from distprune.patterns.base import Pattern
+from distprune.selection import told
+from distprune.selection.highest import keep_highest_per_group
+from distprune.shards import device
+from distprune.shards.geometry import Geometry
+from distprune.shards.matrix import Matrix
 from tests.contract import FITTING, own_cases
 from tests.decoder import decoder
 from tests.layouts import LAYOUTS, Layout
@@ -222,7 +226,7 @@ def test_weights_kept_otherwise(dim: int | None) -> None:
 
 
 def fsdp1_on_rank(_: int, use_orig_params: bool) -> None:
-    from distprune.shards import find_flat_parts
+    from distprune.shards.flat_param import find_flat_parts
 
     for pattern in (NByM(2, 4), PerRow(0.3), Block(2, 0.4)):
         model, expected = nn.ModuleDict({"only": Turned()}), turned_oracle(pattern)

@@ -16,10 +16,13 @@ from torch import nn
 from typing_extensions import override
 
 from distprune import Geometry, LocalShard, Ownership, PruneReport, Score, compute_masks, prune_model, prune_shards
-from distprune.collectives import ProcessGroup
+from distprune.collectives.process_group import ProcessGroup
 from distprune.pruning.agreement import agree_on_model
-from distprune.scores import ChannelNorm, Elements, ElementwiseScore, Random, ScoreLike
-from distprune.shards import local_shard
+from distprune.scores.as_score import ScoreLike
+from distprune.scores.base import Elements, ElementwiseScore
+from distprune.scores.channel_norm import ChannelNorm
+from distprune.scores.random import Random
+from distprune.shards.layouts import local_shard
 from tests.contract import OwnScore
 from tests.decoder import BLOCK_WEIGHTS, decoder
 from tests.worlds import ProcessPool, drawing, run_threads

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from distprune.models import decoder_blocks
+from distprune.models.decoder_blocks import decoder_blocks
 
 __all__ = ["LAYOUTS", "PLANS"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from distprune.models import UnitKind  # a type alone
+from distprune.models.units import UnitKind
 from tests.architectures import tiny_model
 
 __all__ = ["SCRIPTS", "Script", "kept_units", "sliced"]

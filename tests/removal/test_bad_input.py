@@ -12,8 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from distprune import l1_unstructured
-from distprune.models import UnitKind, decoder_blocks, find_all_units
-from distprune.removal import Kept, check_layers, plan_units, remove_layers, remove_units
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.models.units import UnitKind, find_all_units
+from distprune.removal.plan import Kept, plan_units
+from distprune.removal.rebuild import check_layers, remove_layers, remove_units
 from tests.architectures import tiny_model
 from tests.removal.layouts import LAYOUTS
 from tests.worlds import run_threads

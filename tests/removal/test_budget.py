@@ -13,18 +13,12 @@ import pytest
 import torch
 
 from distprune import shrink_model
-from distprune.removal import (
-    Budget,
-    Division,
-    Sizes,
-    choose_units,
-    cut_model,
-    divide_budget,
-    find_budget,
-    refit_in_trials,
-    trials,
-)
-from distprune.removal.budget import cost_curve
+from distprune.removal import trials
+from distprune.removal.budget import Budget, cost_curve
+from distprune.removal.choose_units import choose_units, refit_in_trials
+from distprune.removal.shrink_model import cut_model
+from distprune.removal.sizes import Sizes
+from distprune.removal.trials import Division, divide_budget, find_budget
 from tests.architectures import samples, tiny_model
 from tests.removal.layouts import LAYOUTS
 from tests.worlds import run_threads

@@ -15,12 +15,19 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from typing_extensions import override
 
-from distprune.calibration import Walk, catch_inputs, find_sample_group, visit, walking
-from distprune.collectives import communicator
+from distprune.calibration import visit
+from distprune.calibration.catch_inputs import catch_inputs
+from distprune.calibration.sample_group import find_sample_group
+from distprune.calibration.visit import walking
+from distprune.calibration.walk import Walk
+from distprune.collectives.communicator import communicator
 from distprune.evaluation import Continuation, log_likelihoods
-from distprune.models import decoder_blocks
-from distprune.removal import choose_experts, left_out, order_layers, shrink_model, skipping
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.removal import left_out
+from distprune.removal.experts import choose_experts
+from distprune.removal.layers import order_layers, skipping
 from distprune.removal.left_out import LeftOut
+from distprune.removal.shrink_model import shrink_model
 from tests.architectures import samples, tiny_model
 from tests.calibration.test_walk import alternating_model
 from tests.oneshot.alike import sharded

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from distprune.collectives import communicator
-from distprune.models import decoder_blocks
-from distprune.removal import Kept, remove_layers, remove_units
+from distprune.collectives.communicator import communicator
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.removal.plan import Kept
+from distprune.removal.rebuild import remove_layers, remove_units
 from tests.architectures import samples, tiny_model
 from tests.removal.layouts import LAYOUTS, PLANS
 from tests.removal.sliced import SCRIPTS, Script, kept_units, sliced

@@ -10,8 +10,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from distprune import shrink_model
-from distprune.checkpoint import load_model
-from distprune.models import count_parameters
+from distprune.checkpoint.hf_load import load_model
+from distprune.models.find_shards import count_parameters
 from tests.architectures import samples, tiny_model
 from tests.hf_models import make_model
 from tests.worlds import run_threads

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from distprune.scores import grid_scale, on_grid, summable
+from distprune.scores.exact_sum import grid_scale, on_grid, summable
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from distprune.scores import Elements, LocalScores, Random
-from distprune.selection import Order
-from distprune.shards import Geometry, LocalShard, Ownership, local_shard
+from distprune.scores.base import Elements, LocalScores
+from distprune.scores.random import Random
+from distprune.selection.order import Order
+from distprune.shards.geometry import Geometry
+from distprune.shards.layouts import local_shard
+from distprune.shards.local_shard import LocalShard, Ownership
 from tests.device_path import as_on_a_device
 from tests.oracle import random_scores, random_scores_at
 

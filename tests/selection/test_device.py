@@ -11,12 +11,17 @@ import torch
 from torch import nn
 
 import distprune as prune
-from distprune.collectives import Alone
-from distprune.masks import bring_back, make_zeros_positive, set_aside, write_signed_zeros, zero_where_pruned
+from distprune.collectives.alone import Alone
+from distprune.masks.in_place import bring_back, make_zeros_positive, set_aside, write_signed_zeros, zero_where_pruned
 from distprune.patterns import within_rows
-from distprune.scores import LocalScores, Magnitude
-from distprune.selection import keep_highest_per_group, keep_highest_per_row, sampling
-from distprune.shards import Geometry, LocalShard, Ownership, checksum, device
+from distprune.scores.base import LocalScores
+from distprune.scores.magnitude import Magnitude
+from distprune.selection import sampling
+from distprune.selection.highest import keep_highest_per_group, keep_highest_per_row
+from distprune.shards import device
+from distprune.shards.checksum import checksum
+from distprune.shards.geometry import Geometry
+from distprune.shards.local_shard import LocalShard, Ownership
 from tests.device_path import Waits, Work, as_on_a_device, counted_waits, counted_work
 from tests.layouts import LAYOUTS, Layout
 from tests.pruning.test_patterns import check_rank, made
@@ -190,9 +195,8 @@ def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def waits_of(call: Call, module: nn.Module, chunk: int) -> tuple[Waits, int]:
     """Return the waits and the rounds of a call."""
-    comm = Alone()
     with as_on_a_device(chunk), counted_waits() as waits:
-        call(module, comm)
+        call(module, comm := Alone())
     return waits, comm.traffic.num_rounds
 
 
@@ -200,10 +204,9 @@ def waits_of(call: Call, module: nn.Module, chunk: int) -> tuple[Waits, int]:
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.sampled(8)
 def test_the_same_mask_and_as_many_waits_for_64_chunks_as_for_one(name: str, kind: str) -> None:
-    here, one_chunk, many_chunks = linear(kind), linear(kind), linear(kind)
+    here, one_chunk, many_chunks = (linear(kind) for _ in range(3))
     CALLS[name](here, Alone())
-    one, num_rounds = waits_of(CALLS[name], one_chunk, 64 * 128)
-    many, _ = waits_of(CALLS[name], many_chunks, 128)
+    (one, num_rounds), (many, _) = waits_of(CALLS[name], one_chunk, 64 * 128), waits_of(CALLS[name], many_chunks, 128)
     assert alike(here.weight, one_chunk.weight)
     assert alike(here.weight, many_chunks.weight)
     assert many.calls == one.calls
@@ -223,9 +226,8 @@ def test_many_parameters_take_the_waits_of_one(name: str) -> None:
     ids=str,
 )
 def test_bytes_that_groups_touch(pattern: str, dtype: torch.dtype, num_bytes: float) -> None:
-    """To choose: to write zeros takes twice the weights and their mask more."""
-    module = nn.Linear(1 << 9, 1 << 9, bias=False, dtype=dtype)
-    weight = module.weight
+    """To choose; to write zeros takes more."""
+    weight = (module := nn.Linear(1 << 9, 1 << 9, bias=False, dtype=dtype)).weight
     with as_on_a_device(1 << 21), counted_work() as work:
         large(pattern=pattern)(module, Alone())
     assert work.num_bytes / weight.numel() - 2 * weight.itemsize - 1 < num_bytes
@@ -246,8 +248,7 @@ def test_each_byte_that_an_operation_touches_counts_once() -> None:
 @pytest.mark.sampled(3)
 def test_memory_beyond_the_mask_at_real_sizes(pattern: str, score: str) -> None:
     module = nn.Linear(1 << 10, 9 << (10 if pattern == "block:2" else 8), bias=False)  # more than a chunk
-    share = {} if pattern == "2:4" else {"sparsity": 0.5}
-    seed = {"seed": 3} if score == "random" else {}
+    share, seed = {} if pattern == "2:4" else {"sparsity": 0.5}, {"seed": 3} if score == "random" else {}
     with counted_work() as work, as_on_a_device(device._DEVICE_CHUNK):
         prune.prune_model(module, pattern=pattern, score=score, group=Alone(), **share, **seed)  # type: ignore[arg-type]
     assert module.weight.numel() < work.peak < (64 << 20) + module.weight.numel()
@@ -387,9 +388,8 @@ def test_no_wait_for_the_scores_of_a_chunk() -> None:
     values = torch.randn(2000)
     scores = LocalScores(LocalShard("w", values, Geometry.whole((2000,)), Ownership()), Magnitude(), {}, values)
     with as_on_a_device(), counted_waits() as waits:
-        for start, stop in scores.chunks():
-            scores.values(slice(start, stop))
-            scores.is_gone(slice(start, stop))
+        for at in (slice(*ends) for ends in scores.chunks()):
+            scores.values(at), scores.is_gone(at)
     assert not waits.calls
 
 

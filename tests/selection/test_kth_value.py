@@ -11,20 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from distprune.collectives import Alone, Communicator, Traffic, communicator
-from distprune.scores import LocalScores, Magnitude
-from distprune.selection import (
-    Competition,
-    Entry,
-    MaskPut,
-    common_order,
-    counts,
-    quantiles,
-    sampling,
-    select_lowest,
-    tally,
-)
-from distprune.shards import Geometry, LocalShard, Ownership
+from distprune.collectives.alone import Alone
+from distprune.collectives.base import Communicator, Traffic
+from distprune.collectives.communicator import communicator
+from distprune.scores.base import LocalScores
+from distprune.scores.magnitude import Magnitude
+from distprune.selection import counts, quantiles, sampling, tally
+from distprune.selection.competition import Competition
+from distprune.selection.kth_value import select_lowest
+from distprune.selection.order import common_order
+from distprune.selection.put import MaskPut
+from distprune.selection.scan import Entry
+from distprune.shards.geometry import Geometry
+from distprune.shards.local_shard import LocalShard, Ownership
 from tests.device_path import as_on_a_device
 from tests.sampling import only_whole
 from tests.worlds import run_threads

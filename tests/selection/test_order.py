@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distprune.selection import Order, common_order
+from distprune.selection.order import Order, common_order
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # In order of value; equal ones together.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from distprune.selection import keep_highest_per_group, keep_highest_per_row
+from distprune.selection.highest import keep_highest_per_group, keep_highest_per_row
 
 pytestmark = pytest.mark.usefixtures("either_way")
 

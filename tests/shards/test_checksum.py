@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from distprune import shards
+from distprune.shards import checksum as checksums, device
 
 
 def checksum(tensors: Sequence[torch.Tensor]) -> int:
-    return int(shards.checksum(tensors))
+    return int(checksums.checksum(tensors))
 
 
 def test_one_bit_and_order_tell() -> None:
@@ -47,5 +47,5 @@ def test_chunks_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas may lie on devices of different kinds."""
     values = torch.randn(1000)
     whole = checksum([values, values])
-    monkeypatch.setattr(shards.device, "_HOST_CHUNK", 7)
+    monkeypatch.setattr(device, "_HOST_CHUNK", 7)
     assert checksum([values, values]) == whole

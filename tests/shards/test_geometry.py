@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from distprune.shards import Geometry, Split, runs_of_splits
-from distprune.shards.geometry import _ROOT
+from distprune.shards.geometry import _ROOT, Geometry, Split, runs_of_splits
 
 
 def indices(runs: tuple[tuple[int, int], ...]) -> list[int]:

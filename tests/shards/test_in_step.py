@@ -18,11 +18,12 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import distprune as prune
-from distprune.collectives import cannot_meet
+from distprune.collectives.base import cannot_meet
 from distprune.evaluation import log_likelihoods
-from distprune.models import decoder_blocks
-from distprune.removal import order_layers, shrink_model
-from distprune.shards import local_of
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.removal.layers import order_layers
+from distprune.removal.shrink_model import shrink_model
+from distprune.shards.layouts import local_of
 from tests.architectures import samples, tiny_model
 from tests.oneshot.test_tensor_parallel import parallelized
 from tests.test_evaluation import ragged

@@ -13,7 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from distprune.shards import LocalShard, local_shard
+from distprune.shards.layouts import local_shard
+from distprune.shards.local_shard import LocalShard
 from tests.worlds import ProcessPool, run_threads
 
 

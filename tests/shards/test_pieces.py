@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distprune.shards import Geometry, Matrix, grain_of, pieces_of, share_of, within
+from distprune.shards.geometry import Geometry
+from distprune.shards.matrix import Matrix
+from distprune.shards.pieces import grain_of, pieces_of, share_of, within
 
 # (shape, matrix, unit), and the grain
 UNITS = [

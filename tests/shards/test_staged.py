@@ -8,7 +8,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from distprune.shards import fetch_in_turn, send_in_turn, staged
+from distprune.shards import staged
+from distprune.shards.staged import fetch_in_turn, send_in_turn
 from tests.device_path import as_on_a_device
 
 NUM = 7

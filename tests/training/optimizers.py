@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.models import find_shards
-from distprune.shards import LocalShard, local_of, ranges_of
+from distprune.models.find_shards import find_shards
+from distprune.shards.layouts import local_of
+from distprune.shards.local_shard import LocalShard
+from distprune.shards.parameter_range import ranges_of
 from tests.wrapped import PRUNED
 
 __all__ = [

@@ -14,7 +14,9 @@ from torch import nn
 from typing_extensions import override
 
 import distprune as prune
-from distprune.training import SparseTraining, constant, hold_zeros
+from distprune.training.hold import hold_zeros
+from distprune.training.schedules import constant
+from distprune.training.sparse_training import SparseTraining
 from tests.training.optimizers import INCLUDE, check_moments, held_bits, targets
 from tests.worlds import ProcessPool
 from tests.wrapped import Wrapped, batches, transformer, wrap

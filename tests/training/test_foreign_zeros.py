@@ -11,7 +11,7 @@ import torch.nn.utils.prune
 from torch import nn
 
 import distprune as prune
-from distprune.training import hold_zeros
+from distprune.training.hold import hold_zeros
 from tests.training.optimizers import INCLUDE, NUM_RANKS, held_bits, targets
 from tests.training.test_hold import made, train
 from tests.worlds import ProcessPool, drawing

@@ -22,9 +22,11 @@ from torch.func import functional_call, grad, jacrev, vmap
 from typing_extensions import override
 
 import distprune as prune
-from distprune.masks import zero_all_where_pruned, zero_where_pruned
-from distprune.shards import Arriving, gradients_of, local_of
-from distprune.training import hold_zeros
+from distprune.masks.in_place import zero_all_where_pruned, zero_where_pruned
+from distprune.shards.device import Arriving
+from distprune.shards.layouts import local_of
+from distprune.shards.parameter_range import gradients_of
+from distprune.training.hold import hold_zeros
 from tests.device_path import Waits, Work, as_on_a_device, counted_waits, counted_work
 from tests.training.optimizers import INCLUDE, check_moments, held_bits, targets
 from tests.worlds import ProcessPool

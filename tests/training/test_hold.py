@@ -19,7 +19,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import distprune as prune
-from distprune.training import SparseTraining, constant, hold_zeros
+from distprune.training.hold import hold_zeros
+from distprune.training.schedules import constant
+from distprune.training.sparse_training import SparseTraining
 from tests.sampling import only_whole, pairs_first
 from tests.training.optimizers import (
     INCLUDE,

@@ -11,9 +11,12 @@ import torch
 from torch import nn
 
 import distprune as prune
-from distprune.patterns import Pattern
-from distprune.training import Regrow, SparseTraining, StraightThrough, constant
-from distprune.training.regrowth import Counts, GrowBy
+from distprune.collectives.alone import Alone
+from distprune.patterns.base import Pattern
+from distprune.training.regrowth import Counts, GrowBy, Regrow
+from distprune.training.schedules import constant
+from distprune.training.sparse_training import SparseTraining
+from distprune.training.straight_through import StraightThrough
 from tests.contract import FITTING, Below
 from tests.device_path import as_on_a_device, counted_waits
 from tests.layouts import LAYOUTS, Layout
@@ -111,7 +114,7 @@ def made(
     values = [whole_numbers(seed, dtype, 9, shapes) for seed in range(3)]
     gradients = [{n: of / 4 for n, of in whole_numbers(seed, dtype, 5, shapes).items()} for seed in range(3, 6)]
     model = Holder({**values[0]})
-    prune.prune_model(model, pattern=pattern, include="*", group=prune.collectives.Alone())
+    prune.prune_model(model, pattern=pattern, include="*", group=Alone())
     now = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     case = Case(pattern, bys, now, values, gradients, [])
     for move in range(num_moves):

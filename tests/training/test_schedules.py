@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from distprune.training import SparseTraining, at_once, constant, cubic
+from distprune.training.schedules import at_once, constant, cubic
+from distprune.training.sparse_training import SparseTraining
 
 
 @pytest.mark.parametrize(

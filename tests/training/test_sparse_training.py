@@ -19,10 +19,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import distprune as prune
-from distprune.collectives import ProcessGroup
-from distprune.shards import local_of
-from distprune.training import Regrow, SparseTraining, at_once, constant, cubic, hold_zeros, stepwise
-from distprune.training.regrowth import Counts, GrowBy
+from distprune.collectives.process_group import ProcessGroup
+from distprune.shards.layouts import local_of
+from distprune.training.hold import hold_zeros
+from distprune.training.regrowth import Counts, GrowBy, Regrow
+from distprune.training.schedules import at_once, constant, cubic, stepwise
+from distprune.training.sparse_training import SparseTraining
 from tests.sampling import only_whole
 from tests.training.optimizers import INCLUDE, OTHERS, TORCHS, UNABLE, check_moments, make_optimizer
 from tests.worlds import ProcessPool, drawing, run_threads

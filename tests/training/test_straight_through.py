@@ -20,11 +20,12 @@ from torch.func import functional_call
 from typing_extensions import override
 
 import distprune as prune
-from distprune.collectives import ProcessGroup
-from distprune.models import find_shards
-from distprune.patterns import Pattern, as_pattern
-from distprune.shards import bits_of
-from distprune.training import StraightThrough
+from distprune.collectives.process_group import ProcessGroup
+from distprune.models.find_shards import find_shards
+from distprune.patterns.as_pattern import as_pattern
+from distprune.patterns.base import Pattern
+from distprune.shards.local_shard import bits_of
+from distprune.training.straight_through import StraightThrough
 from tests.pattern_oracle import keep_in_pattern
 from tests.sampling import only_whole
 from tests.training.exact import NUM_STEPS, Exact, Layers, Weights, backward, check, inputs, sgd, step, weights

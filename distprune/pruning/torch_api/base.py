@@ -13,10 +13,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from distprune.collectives import Alone, Communicator, Group, communicator, together
-from distprune.masks import product, undo_reparametrization
-from distprune.models import Found
-from distprune.patterns import Chosen, Pattern, Ranked, Scope, check_parts
+from distprune.collectives.agree import together
+from distprune.collectives.alone import Alone
+from distprune.collectives.base import Communicator
+from distprune.collectives.communicator import Group, communicator
+from distprune.masks.reparametrized import product, undo_reparametrization
+from distprune.models.find_shards import Found
+from distprune.patterns.base import Chosen, Pattern, Ranked, Scope
+from distprune.patterns.census import check_parts
 from distprune.pruning.agreement import Agreed, Facts, agree_on
 from distprune.pruning.fitting import fitted
 from distprune.pruning.torch_api.commit import Change, Decision, commit
@@ -32,8 +36,10 @@ from distprune.pruning.torch_api.targets import (
     scores_of,
 )
 from distprune.pruning.torch_api.users_mask import check_type, mask_by_user, masks_by_users, pruning_type
-from distprune.scores import LocalScores, Magnitude, Score
-from distprune.shards import LocalShard, dtensor_like, is_held, local_of, local_part, local_shard
+from distprune.scores.base import LocalScores, Score
+from distprune.scores.magnitude import Magnitude
+from distprune.shards.layouts import dtensor_like, is_held, local_of, local_part, local_shard
+from distprune.shards.local_shard import LocalShard
 
 
 class BasePruningMethod(torch_prune.BasePruningMethod):

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from distprune.collectives import Communicator, max_together
-from distprune.masks import reparametrize, snapshot
+from distprune.collectives.agree import max_together
+from distprune.collectives.base import Communicator
+from distprune.masks.reparametrized import reparametrize, snapshot
 from distprune.pruning.torch_api.targets import Hook, Target
-from distprune.selection import raise_nans
+from distprune.selection.kth_value import raise_nans
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,11 @@ import torch
 import torch.nn.utils.prune as torch_prune
 from torch import nn
 
-from distprune.collectives import Communicator, Group, communicator
-from distprune.masks import pruning_hooks, undo_reparametrization
-from distprune.patterns import Pattern
+from distprune.collectives.base import Communicator
+from distprune.collectives.communicator import Group, communicator
+from distprune.masks.hooks import pruning_hooks
+from distprune.masks.reparametrized import undo_reparametrization
+from distprune.patterns.base import Pattern
 from distprune.pruning.torch_api.base import BasePruningMethod, CustomFromMask, changed, prune_pairs, put_in_place
 from distprune.pruning.torch_api.commit import Decision
 from distprune.pruning.torch_api.methods import (
@@ -33,8 +35,9 @@ from distprune.pruning.torch_api.methods import (
     seeded,
 )
 from distprune.pruning.torch_api.targets import Pairs, find_target, next_mask
-from distprune.scores import Norm
-from distprune.shards import Fsdp2Params, LocalShard
+from distprune.scores.channel_norm import Norm
+from distprune.shards.fsdp2 import Fsdp2Params
+from distprune.shards.local_shard import LocalShard
 
 Parameter: TypeAlias = tuple[nn.Module, str]  # a module, and the parameter's name in it
 ScoresOfEach: TypeAlias = dict[Parameter, torch.Tensor] | None

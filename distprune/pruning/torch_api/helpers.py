@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
-from distprune.shards import private
+from distprune.shards.torch_private import private
 
 _TORCH = "torch.nn.utils.prune"
 _compute_nparams_toprune = private(_TORCH, "_compute_nparams_toprune")

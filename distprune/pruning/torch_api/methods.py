@@ -10,11 +10,17 @@ import torch.nn.utils.prune as torch_prune
 from torch import nn
 from typing_extensions import override
 
-from distprune.collectives import Group
-from distprune.patterns import Channels, Chosen, Pattern, Scope, Unstructured, as_pattern, check_share
+from distprune.collectives.communicator import Group
+from distprune.patterns.as_pattern import as_pattern
+from distprune.patterns.base import Chosen, Pattern, Scope, check_share
+from distprune.patterns.channels import Channels
+from distprune.patterns.unstructured import Unstructured
 from distprune.pruning.agreement import Agreed, check_seed
 from distprune.pruning.torch_api.base import Selecting
-from distprune.scores import ChannelNorm, LocalScores, Magnitude, Norm, Random, Score
+from distprune.scores.base import LocalScores, Score
+from distprune.scores.channel_norm import ChannelNorm, Norm
+from distprune.scores.magnitude import Magnitude
+from distprune.scores.random import Random
 
 Amount: TypeAlias = int | float  # a share, or how many
 Scores: TypeAlias = torch.Tensor | None  # that count in place of the parameter

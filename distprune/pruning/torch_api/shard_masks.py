@@ -5,15 +5,19 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from distprune.collectives import Group, communicator
-from distprune.masks import pruning_hooks
-from distprune.models import Found
+from distprune.collectives.communicator import Group, communicator
+from distprune.masks.hooks import pruning_hooks
+from distprune.models.find_shards import Found
 from distprune.pruning.agreement import Facts, agree_on
 from distprune.pruning.torch_api.base import BasePruningMethod, contained, flattened, put_in_place
 from distprune.pruning.torch_api.commit import Change
 from distprune.pruning.torch_api.targets import Target, check_binary, facts, find_targets
-from distprune.scores import Magnitude, Score
-from distprune.shards import Fsdp2Params, checksum, dtensor_like, fetched, local_of
+from distprune.scores.base import Score
+from distprune.scores.magnitude import Magnitude
+from distprune.shards.checksum import checksum
+from distprune.shards.device import fetched
+from distprune.shards.fsdp2 import Fsdp2Params
+from distprune.shards.layouts import dtensor_like, local_of
 
 
 def shard_masks(model: nn.Module, *, group: Group = None) -> nn.Module:

@@ -16,23 +16,18 @@ import torch.nn.utils.prune as torch_prune
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from distprune.collectives import Communicator
-from distprune.masks import as_numbers, product_of_hook, pruning_hooks
-from distprune.patterns import Pattern
-from distprune.scores import LocalScores, Score
-from distprune.shards import (
-    Fsdp2Params,
-    LocalShard,
-    Managed,
-    checksum,
-    dtensor_like,
-    fetched,
-    is_flattened,
-    is_held,
-    local_of,
-    local_part,
-    local_shard,
-)
+from distprune.collectives.base import Communicator
+from distprune.masks.hooks import pruning_hooks
+from distprune.masks.in_place import as_numbers
+from distprune.masks.reparametrized import product_of_hook
+from distprune.patterns.base import Pattern
+from distprune.scores.base import LocalScores, Score
+from distprune.shards.checksum import checksum
+from distprune.shards.device import fetched
+from distprune.shards.flat_param import is_flattened
+from distprune.shards.fsdp2 import Fsdp2Params, Managed
+from distprune.shards.layouts import dtensor_like, is_held, local_of, local_part, local_shard
+from distprune.shards.local_shard import LocalShard
 
 Pairs = Sequence[tuple[nn.Module, str]]
 Scores = Mapping[tuple[nn.Module, str], torch.Tensor]

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from typing_extensions import override
 
 from distprune.pruning.torch_api.targets import Hook, Target, check_binary
-from distprune.shards import dtensor_like, is_laid_out_like, local_of, private
+from distprune.shards.layouts import dtensor_like, is_laid_out_like, local_of
+from distprune.shards.torch_private import private
 
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -7,10 +7,10 @@ from typing import Any, TypedDict, final
 
 from torch import nn
 
-from distprune.collectives import Group
-from distprune.models import NamePattern
-from distprune.patterns import Pattern, Scope
-from distprune.scores import ScoreLike
+from distprune.collectives.communicator import Group
+from distprune.models.find_shards import NamePattern
+from distprune.patterns.base import Pattern, Scope
+from distprune.scores.as_score import ScoreLike
 from distprune.training.hold import Hold, hold_zeros
 from distprune.training.optimizers import Optimizers
 from distprune.training.regrowth import Counts, Regrow

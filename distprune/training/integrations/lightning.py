@@ -7,7 +7,7 @@ from typing import Any, Unpack, final
 
 from typing_extensions import override
 
-from distprune.checkpoint import import_extra
+from distprune.checkpoint.optional_packages import import_extra
 from distprune.training.hold import Hold
 from distprune.training.integrations.attached import Attached, Options
 from distprune.training.schedules import Schedule

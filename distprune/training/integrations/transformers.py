@@ -8,7 +8,7 @@ from typing import Any, Unpack, final
 from torch import nn
 from typing_extensions import override
 
-from distprune.checkpoint import import_extra
+from distprune.checkpoint.optional_packages import import_extra
 from distprune.training.hold import Hold
 from distprune.training.integrations.attached import Attached, Options
 from distprune.training.optimizers import Optimizers

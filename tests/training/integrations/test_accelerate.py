@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
 import distprune as prune
-from distprune.training import cubic
+from distprune.training.schedules import cubic
 from tests.accelerated import accelerated
 from tests.sampling import only_whole
 from tests.training.optimizers import INCLUDE

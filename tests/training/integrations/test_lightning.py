@@ -15,7 +15,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from typing_extensions import override
 
 import distprune as prune
-from distprune.training import Hold, SparseTraining, cubic, stepwise
+from distprune.training.hold import Hold
+from distprune.training.schedules import cubic, stepwise
+from distprune.training.sparse_training import SparseTraining
 from tests.training.optimizers import INCLUDE
 from tests.worlds import ProcessPool
 from tests.wrapped import Wrapped, batches, pairs_of, transformer, whole

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import distprune as prune
-from distprune.training import SparseTraining, cubic
 from distprune.training.integrations.torchtitan import train_sparsely
+from distprune.training.schedules import cubic
+from distprune.training.sparse_training import SparseTraining
 from tests.training.optimizers import INCLUDE
 from tests.worlds import ProcessPool
 from tests.wrapped import batches, pairs_of, transformer, whole, wrap

@@ -21,9 +21,10 @@ from transformers import (
 from typing_extensions import override
 
 import distprune as prune
-from distprune.shards import local_of
-from distprune.training import SparseTraining, constant, cubic
+from distprune.shards.layouts import local_of
 from distprune.training.integrations.transformers import SparseTrainingCallback
+from distprune.training.schedules import constant, cubic
+from distprune.training.sparse_training import SparseTraining
 from tests.accelerated import accelerated
 from tests.hf_models import ARCHITECTURES
 from tests.sampling import only_whole
