@@ -1,14 +1,11 @@
 """Pruning half of the weights in one call: the floor, in place, and torch's own function beside ours.
 
 python -m benchmarks.bench_selection [--elements 33554432] [--turns 7] [--output benchmarks/results/FILE.md]
-
-With and without compiled loops (the extra ``fast``), if they are installed.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,8 +22,6 @@ from torch.nn.utils import prune as torch_prune
 
 import distprune as prune
 from benchmarks.measure import heading, on_ranks, peak_memory, show, table
-from distprune import host_loops
-from distprune.selection import kth_value
 from distprune.shards.device import chunk_size
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -101,17 +96,8 @@ def drawn(dtype: torch.dtype, numel: int) -> nn.Linear:
     return module
 
 
-def set_up(is_compiled: bool) -> None:
-    """Use compiled loops, or never load them."""
-    if is_compiled:
-        host_loops.load()
-    else:
-        kth_value._WORTH_LOADING = 1 << 62
-
-
-def measure(rank: int, is_compiled: bool, dtype_name: str, numel: int, turns: int) -> dict[str, list[float]]:
+def measure(rank: int, dtype_name: str, numel: int, turns: int) -> dict[str, list[float]]:
     """Return the seconds of every turn, by contender. Contenders take turns, so that what drifts hits all."""
-    set_up(is_compiled)
     module = drawn(DTYPES[dtype_name], numel)
     local = module.weight.to_local() if isinstance(module.weight, DTensor) else module.weight
     as_drawn = local.detach().clone()
@@ -141,10 +127,9 @@ def measure(rank: int, is_compiled: bool, dtype_name: str, numel: int, turns: in
     return seconds
 
 
-def memory(rank: int, is_compiled: bool, dtype_name: str, numel: int, name: str) -> int:
+def memory(rank: int, dtype_name: str, numel: int, name: str) -> int:
     """Return the extra bytes at the peak of the first large call of ``name`` in this process."""
     del rank
-    set_up(is_compiled)
     # Imports and first uses are no memory of a call.
     small = drawn(DTYPES[dtype_name], COLUMNS * dist.get_world_size())
     CONTENDERS[name].call(small)
@@ -165,31 +150,28 @@ def main() -> None:
     numel = arguments.elements
     rows: list[tuple[Any, ...]] = []
     lines = []
-    for is_compiled, dtype in itertools.product((False, True) if host_loops.load() else (False,), DTYPES):
-        loops = "compiled" if is_compiled else "numpy"
+    for dtype in DTYPES:
         least: dict[tuple[int, str], float] = {}
         for num_ranks in (1, 2):
-            results = on_ranks(num_ranks, measure, is_compiled, dtype, numel, arguments.turns)
+            results = on_ranks(num_ranks, measure, dtype, numel, arguments.turns)
             for name in results[0]:
                 # Of each turn the slowest rank's; of these the least: other work on the machine only adds.
                 least[num_ranks, name] = min(
                     max(of_turn) for of_turn in zip(*(result[name] for result in results), strict=True)
                 )
-                extra = max(on_ranks(num_ranks, memory, is_compiled, dtype, numel, name))
+                extra = max(on_ranks(num_ranks, memory, dtype, numel, name))
                 nanoseconds = least[num_ranks, name] / numel * 1e9
                 ratio = least[num_ranks, name] / least[num_ranks, "floor"]
                 what = CONTENDERS[name].what
-                rows.append(
-                    (loops, dtype, num_ranks, what, f"{nanoseconds:.2f}", f"{ratio:.2f}", f"{extra / 2**20:.0f}")
-                )
+                rows.append((dtype, num_ranks, what, f"{nanoseconds:.2f}", f"{ratio:.2f}", f"{extra / 2**20:.0f}"))
                 print(*rows[-1], sep="  ", flush=True)
         faster, scaling = least[1, "torch"] / least[1, "global"], least[1, "in place"] / least[2, "in place"]
         lines.append(
-            f"{loops}, {dtype}, one thread: in place {least[1, 'in place'] / numel * 1e9:.2f} ns an element; "
+            f"{dtype}, one thread: in place {least[1, 'in place'] / numel * 1e9:.2f} ns an element; "
             f"`global_unstructured` {faster:.0f} times as fast as torch's same call; in place 2 ranks are "
             f"{scaling:.2f} times as fast as 1.\n"
         )
-    columns = ("loops", "dtype", "ranks", "what", "ns an element", "x floor", "extra MiB at the peak")
+    columns = ("dtype", "ranks", "what", "ns an element", "x floor", "extra MiB at the peak")
     text = (
         heading(f"Pruning half of {numel:,} weights", "python -m benchmarks.bench_selection")
         + "\nThe slowest rank's time in the fastest of alternating turns; as many elements in all for any number of\n"

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from benchmarks.measure import anonymous_bytes, heading, on_ranks, peak_memory, show, table, unpin
-from distprune import host_loops
 from distprune.jobs import PruneJob, StreamedJob, run_prune_job, run_streamed_job
 
 _HIDDEN, _INNER, _VOCABULARY, _NUM_FILES = 2048, 5632, 32000, 6
@@ -95,7 +94,6 @@ def streamed(
     if dist.get_world_size() == 1:
         unpin()  # as the command line: a single rank has all cores
         torch.set_num_threads(os.cpu_count() or 1)
-    host_loops.load()
     run_streamed_job(StreamedJob(model=tiny, output=f"{target}-tiny", overwrite=True, **arguments))
     copies = copied(Path(source), Path(f"{target}-copy")) if rank == 0 else (0.0, 0.0)
     dist.barrier()

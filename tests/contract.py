@@ -19,7 +19,6 @@ from typing_extensions import override
 import distprune as prune
 from distprune.patterns.base import Choice, Pattern, Ranked
 from distprune.scores.base import Elements, LocalScores
-from distprune.selection.put import Put
 from tests.oracle import keep_highest, random_scores
 from tests.pattern_oracle import keep_in_pattern
 
@@ -300,11 +299,10 @@ class Below(prune.Pattern):
 
     @override
     def choose(self, ranked: Ranked) -> Choice:
-        def decide(scores: LocalScores, put: Put) -> torch.Tensor:
+        def decide(scores: LocalScores, out: torch.Tensor) -> torch.Tensor:
             at, weight = slice(0, scores.shard.local.numel()), scores.shard.local.reshape(-1)
-            keep = (scores.values(at).abs() > self.threshold) & (weight != 0)
-            put.stays(at, keep)
-            return torch.stack([(~keep).sum(), (weight == 0).sum(), torch.tensor(0)])
+            out[:] = (scores.values(at).abs() > self.threshold) & (weight != 0)
+            return torch.stack([(~out).sum(), (weight == 0).sum(), torch.tensor(0)])
 
         return Choice([self.threshold] * len(ranked.roster.members), decide)
 

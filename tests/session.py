@@ -13,14 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from distprune import host_loops
 from distprune.cli.ranks import schedule_as_batch
 from tests.hf_models import make_model
 from tests.worlds import NOBODYS_SEED, ProcessPool, process_pool
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)
-host_loops.load()
 schedule_as_batch()  # and with it every rank the tests start
 
 
@@ -44,15 +42,6 @@ def _process_wide_settings() -> Iterator[None]:
     left = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     assert left == torch.float32
-
-
-@pytest.fixture(params=["compiled", "numpy"])
-def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the test with compiled loops, and without. Others have them, but in processes that they start."""
-    if request.param == "numpy":
-        monkeypatch.setattr(host_loops, "_loaded", None)
-    elif host_loops.compiled() is None:
-        pytest.skip("needs numba; pip install 'distprune[fast]'")
 
 
 @pytest.fixture(scope="session")

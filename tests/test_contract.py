@@ -121,7 +121,6 @@ def test_equals_single_process(layout: Layout, world_size: int, combinations: li
             assert of_ranks[0].num_zeros == max(round(sparsity * num_elements), num_zeros)
 
 
-@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("score", SCORES)
 def test_so_many(score: str) -> None:
     model = whole_model("ties", torch.float32, [(7, 5), (3, 4)])
@@ -133,7 +132,6 @@ def test_so_many(score: str) -> None:
         assert [report.num_zeros for report in reports] == [max(k, num_zeros) for k in numbers]
 
 
-@pytest.mark.usefixtures("either_way")
 def test_mixed_dtypes_compete_by_value() -> None:
     torch.manual_seed(0)
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

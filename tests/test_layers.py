@@ -14,7 +14,6 @@ LEVEL = {
     "brief": 0,
     "collectives": 0,
     "hints": 0,
-    "host_loops": 0,
     "totals": 0,
     "version": 0,
     "shards": 1,

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 import torch.distributed as dist
 from typing_extensions import override
 
-from distprune import host_loops
 from distprune.checkpoint.hf_directory import CONFIG_NAME, read_json
 from distprune.checkpoint.stored_parameters import find_stored, mapped_tensors
 from distprune.checkpoint.stored_values import StoredValues
@@ -22,8 +21,6 @@ from distprune.jobs.watcher import Watcher
 from distprune.pruning.prune_model import Request
 from distprune.pruning.report import PruneReport
 from distprune.pruning.streamed import StreamedPruning
-
-_COMPILED_BYTES = 1 << 30  # of a rank: for less, compiled loops take clearly longer to load than they bring
 
 
 @asked
@@ -57,8 +54,7 @@ def run_streamed_job(
 
     The files are read once where groups (N:M) and rows are decided by themselves; else first to choose, as
     ``StreamedPruning`` says, and then to prune and write. They are mapped, and each thread of a rank, of which it
-    has as many as torch (at most 8), has a few pieces of the rank's share in memory. Where a rank has a gigabyte or
-    more, loops are compiled by numba, if that is installed (the extra ``fast``); the bytes are the same without.
+    has as many as torch (at most 8), has a few pieces of the rank's share in memory.
     Where transformers knows the architecture the output is that of :func:`run_prune_job`, byte for byte; where it does
     not, names decide what is pruned (see ``find_stored``), and ``include`` and ``exclude`` say it better.
 
@@ -81,9 +77,6 @@ def run_streamed_job(
             tensors = opened.enter_context(mapped_tensors(run.directory.weight_files))
             stored = find_stored(run.directory, job.include, job.exclude)
             values = {parameter: StoredValues(regions[0], tensors) for parameter, regions in stored.stored.items()}
-            num_bytes = sum(entry.stop - entry.start for file in run.directory.weight_files for entry in file.tensors)
-            if num_bytes >= _COMPILED_BYTES * comm.size:
-                host_loops.load()
             if stored.by_names:
                 kind = read_json(run.directory.path / CONFIG_NAME).get("model_type")
                 run.reporter.say(f"transformers has no model of type {kind!r} for these tensors: their names decide")

@@ -19,7 +19,6 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, TypeAlias
 
-import numpy.typing as npt
 import torch
 
 from distprune.checkpoint.digest import NUM_WORDS, as_words, new_digest
@@ -28,7 +27,7 @@ from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry
 from distprune.checkpoint.naming import different_values
 from distprune.checkpoint.output_files import allocate_directory, planned
 from distprune.checkpoint.regions import Region
-from distprune.checkpoint.sharded_file import chunks_of, stretches_of, write_chunk
+from distprune.checkpoint.sharded_file import chunks_of, write_chunk
 from distprune.checkpoint.stored_parameters import StoredParameters, mapped_tensors
 from distprune.checkpoint.stored_slices import Progress, read_ahead
 from distprune.collectives.agree import sum_together, together
@@ -255,21 +254,8 @@ class StretchWriter:
             before = part.shard_as_stored(LocalShard(name, self._pruning.values(part.parameter, piece), piece))
             if not torch.equal(before.local, _cut(values, before.geometry)):
                 raise different_values(self._source.path, first[0].stored, name)
-        whole = None if part.is_whole else torch.empty(piece.local_shape, dtype=part.entry.dtype, device="cpu")
-
-        def put(start: int, left: npt.NDArray[Any]) -> None:
-            stop = start + len(left)
-            if whole is None:
-                places = stretches_of(piece, start, stop)
-                with turn:
-                    write_chunk(descriptor, part.entry, left, places)
-                digest.update(bytes_of(left))
-            else:
-                bytes_of(whole).view(left.dtype)[start:stop] = left
-
-        counts = self._pruning.prune(part.parameter, piece, put)
-        if whole is not None:
-            write(part.shard_as_stored(LocalShard(name, whole, piece)))
+        left, counts = self._pruning.prune(part.parameter, piece)
+        write(part.shard_as_stored(LocalShard(name, left, piece)))
         return counts if part.region.name == first[0].name else None
 
     def _of_pieces(self, stretch: Sequence[_Part], every: _Map, work: Callable[[_Part, Geometry, Any], None]) -> bytes:

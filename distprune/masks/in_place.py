@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.autograd.graph import increment_version
-from typing_extensions import override
 
-from distprune.selection.put import Put, put_size
 from distprune.shards.device import chunk_size, is_small, on_host
-from distprune.shards.local_shard import as_array, bits_of, flat_chunk
+from distprune.shards.local_shard import bits_of
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NUM_SAMPLED = 100
@@ -52,38 +50,6 @@ def zero_all_where_pruned(locals_: Sequence[torch.Tensor], masks: Sequence[torch
 def goes_beside(local: torch.Tensor) -> bool:
     """Return whether ``local`` is better worked on together with others: it lies on the host, and is small. Local."""
     return local.numel() > 0 and is_small(local.numel(), local.device) and not local.is_complex()
-
-
-@final
-class Zeroing(Put):
-    """Gives ``take`` the bits of ``values``, on the host, 0 where they are pruned: range by range, in one buffer."""
-
-    def __init__(self, values: torch.Tensor, take: Callable[[int, npt.NDArray[np.signedinteger]], None]) -> None:
-        self._values, self._take = values, take
-        self._bits = as_array(values)
-        self._memory: npt.NDArray[np.signedinteger] = np.empty(0, dtype=f"i{values.itemsize}")
-
-    @override
-    def bits(self, at: slice) -> npt.NDArray[np.signedinteger]:
-        if len(self._memory) < at.stop - at.start:
-            self._memory = np.empty(at.stop - at.start, dtype=self._memory.dtype)
-        return self._memory[: at.stop - at.start]
-
-    @override
-    def stays(self, at: slice, stays: torch.Tensor) -> None:
-        for start in range(at.start, at.stop, put_size(stays.device)):
-            part = slice(start, min(start + put_size(stays.device), at.stop))
-            bits = (
-                bits_of(flat_chunk(self._values, part.start, part.stop)).numpy()
-                if self._bits is None
-                else self._bits[part]
-            )
-            keep = stays[part.start - at.start : part.stop - at.start].numpy().view(np.int8)
-            self._take(part.start, np.multiply(bits, keep, out=self.bits(part)))
-
-    @override
-    def left(self, at: slice, left: npt.NDArray[np.signedinteger]) -> None:
-        self._take(at.start, left)
 
 
 def as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -136,7 +136,7 @@ class _Work:
                 ranked = Ranked(comm, roster, self.solver.score, scores, checks=False)
                 choice = ranked.choose(some[0].stages[stage].pattern)
                 with self.keeping_error():
-                    self._apply(some, stage, *choice.put_masks(ranked.scores))
+                    self._apply(some, stage, *choice.write_masks(ranked.scores))
             with self.keeping_error():
                 for task in tasks if self.error is None else ():
                     self._note(task.pruning.finish(), task.owner == self.rank)

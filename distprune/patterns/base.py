@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal, Self
 
+import numpy as np
 import torch
 from typing_extensions import override
 
@@ -28,9 +29,8 @@ from distprune.scores.base import LocalScores, Score
 from distprune.selection.competition import Competition
 from distprune.selection.kth_value import Selection, select_lowest
 from distprune.selection.order import Order, common_order
-from distprune.selection.put import MaskPut, Put
 from distprune.selection.scan import Entry, Keyed
-from distprune.shards.device import fetched
+from distprune.shards.device import fetched, on_host
 from distprune.shards.geometry import Geometry
 from distprune.shards.local_shard import no_values
 from distprune.shards.matrix import Matrix
@@ -129,28 +129,37 @@ class Choice:
     ``thresholds``: by member, the highest score that is pruned; ``None`` where nothing new is pruned, or where each
     group or row has its own.
 
-    ``decide(scores, put)`` puts what stays of one of this rank's shards, or of a piece of one on the host that cuts no
-    unit (see :meth:`Pattern.unit`). It returns how many elements are pruned, how many of these were gone before, and
-    how many scores are NaN: int64, on the device of the scores. It is local; the caller runs it within its next round
-    and sums the NaNs, which must be 0. ``decide_all`` does the same for many shards, where that is quicker together.
+    ``decide(scores, out)`` writes what stays of one of this rank's shards, or of a piece of one on the host that cuts
+    no unit (see :meth:`Pattern.unit`), into ``out``: bool, 1-D, contiguous, on the device of the weights. It returns
+    how many elements are pruned, how many of these were gone before, and how many scores are NaN: int64, on that
+    device. It is local; the caller runs it within its next round and sums the NaNs, which must be 0. ``decide_all``
+    does the same for many shards, where that is quicker together.
     """
 
     thresholds: list[float | int | None]
-    decide: Callable[[LocalScores, Put], torch.Tensor]
-    decide_all: Callable[[Sequence[LocalScores], Sequence[Put]], Sequence[torch.Tensor]] | None = None
+    decide: Callable[[LocalScores, torch.Tensor], torch.Tensor]
+    decide_all: Callable[[Sequence[LocalScores], Sequence[torch.Tensor]], Sequence[torch.Tensor]] | None = None
 
-    def put_masks(self, scores: Sequence[LocalScores]) -> tuple[list[torch.Tensor], Sequence[torch.Tensor]]:
+    def write_masks(self, scores: Sequence[LocalScores]) -> tuple[list[torch.Tensor], Sequence[torch.Tensor]]:
         """Return the mask of each of ``scores``, and the counts that ``decide`` returns. Local, as ``decide``."""
-        puts = [MaskPut.empty(each.shard.geometry.local_shape, each.device) for each in scores]
+        masks = [empty_mask(each.shard.geometry.local_shape, each.device) for each in scores]
+        outs = [mask.view(-1) for mask in masks]
         with own_settings():
-            counts = [*map(self.decide, scores, puts)] if self.decide_all is None else self.decide_all(scores, puts)
-        return [put.mask for put in puts], counts
+            counts = [*map(self.decide, scores, outs)] if self.decide_all is None else self.decide_all(scores, outs)
+        return masks, counts
 
     def masks(self, scores: Sequence[LocalScores]) -> list[Chosen]:
         """Return what is chosen from each of ``scores``. Local, as ``decide``; one wait for a device."""
-        masks, counts = self.put_masks(scores)
+        masks, counts = self.write_masks(scores)
         numbers = torch.stack(fetched(counts)).tolist() if counts else []
         return [Chosen(mask, *of) for mask, of in zip(masks, numbers, strict=True)]
+
+
+def empty_mask(shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return an uninitialised mask. Local."""
+    if on_host(device):  # numpy asks for huge pages: the first write to small ones takes as long as the choice
+        return torch.from_numpy(np.empty(tuple(shape), dtype=np.bool_))
+    return torch.empty(tuple(shape), dtype=torch.bool, device=device)
 
 
 @own_settings()

@@ -25,8 +25,7 @@ from distprune.collectives.agree import max_together, swap_known, swap_unknown
 from distprune.collectives.base import Communicator
 from distprune.collectives.roster import Roster
 from distprune.patterns.local_units import Rectangle
-from distprune.selection.put import put_size
-from distprune.shards.device import fetched
+from distprune.shards.device import chunk_size, fetched
 from distprune.shards.geometry import runs_of
 from distprune.shards.layouts import ranks_along
 from distprune.shards.local_shard import LocalShard
@@ -139,7 +138,7 @@ class CutPiece:
     def chunks(self, device: torch.device) -> Iterator[tuple[slice, slice | torch.Tensor]]:
         """Yield elements in parts small enough to work on, by their places in the piece and by local offsets."""
         width = len(self.rectangle.columns)
-        step = max(1, put_size(device) // width)
+        step = max(1, chunk_size(device) // width)
         for row in range(self.first, self.last, step):
             last = min(row + step, self.last)
             places = slice((row - self.first) * width, (last - self.first) * width)
@@ -320,7 +319,7 @@ def _decided(part: CutPart, pieces: Sequence[_Told]) -> list[npt.NDArray[np.uint
     if any((num_told[np.ix_(row, unit)] != length).any() for row, unit, _ in at):
         raise ValueError(f"ranks do not hold all of the groups or rows of {part.name!r} that they hold parts of")
     kept = np.empty(table.shape, dtype=np.bool_)
-    step = max(1, put_size(torch.device("cpu")) // table.shape[1])
+    step = max(1, chunk_size(torch.device("cpu")) // table.shape[1])
     for first in range(0, len(rows), step):
         some = torch.from_numpy(table[first : first + step])
         kept[first : first + step] = part.keep(some.view(-1, length)).view(some.shape).numpy()

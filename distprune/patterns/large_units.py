@@ -15,13 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from typing_extensions import override
 
 from distprune.patterns.unit_lines import Tile, UnitLines
 from distprune.patterns.unit_sums import Addends, ShardUnits, UnitKeys
 from distprune.scores.base import LocalScores
 from distprune.selection.order import Order
-from distprune.selection.put import Put
 from distprune.shards.device import chunk_size, on_host, sent
 from distprune.shards.geometry import Geometry, Runs, indices_of, runs_of
 from distprune.shards.local_shard import LocalShard
@@ -279,21 +277,3 @@ def as_kept(scores: LocalScores, size: int) -> Iterator[tuple[int, LocalScores, 
 
 def _viewed(tensor: torch.Tensor, at: slice, shape: tuple[int, ...]) -> torch.Tensor:
     return tensor[at].view(shape)
-
-
-class Shifted(Put):
-    """Puts what stays of a part that begins at ``begin``."""
-
-    def __init__(self, put: Put, begin: int) -> None:
-        self._put, self._begin = put, begin
-
-    def _there(self, at: slice) -> slice:
-        return slice(at.start + self._begin, at.stop + self._begin)
-
-    @override
-    def stays(self, at: slice, stays: torch.Tensor) -> None:
-        self._put.stays(self._there(at), stays)
-
-    @override
-    def flags(self, at: slice, device: torch.device) -> torch.Tensor:
-        return self._put.flags(self._there(at), device)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
-import numpy.typing as npt
 import torch
 from typing_extensions import override
 
 from distprune.patterns.base import Pattern
 from distprune.patterns.unstructured import Unstructured
 from distprune.patterns.within_rows import WithinRows
-from distprune.selection.highest import keep_groups_of_bits, keep_highest_per_group
+from distprune.selection.highest import keep_highest_per_group
 from distprune.shards.matrix import Matrix
-
-Array = npt.NDArray[Any]
 
 
 @final
@@ -70,7 +67,3 @@ class NByM(WithinRows):
     @override
     def keep(self, scores: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return keep_highest_per_group(scores, self.n, self.m, out)
-
-    @override
-    def keep_bits(self, bits: Array, magnitude: Any, out: Array) -> tuple[int, int, int] | None:
-        return keep_groups_of_bits(bits, magnitude, self.n, self.m, out)

@@ -14,7 +14,7 @@ import torch
 
 from distprune.patterns.base import Competing, Ranked, Scope
 from distprune.patterns.inquiry import Inquiry, Question
-from distprune.patterns.large_units import LargeUnits, Rim, Shifted, Window, as_kept
+from distprune.patterns.large_units import LargeUnits, Rim, Window, as_kept
 from distprune.patterns.unit_lines import BoolArray, IntArray, UnitLines
 from distprune.patterns.unit_sums import (
     NUM_COLUMNS,
@@ -28,7 +28,6 @@ from distprune.patterns.unit_sums import (
 )
 from distprune.scores.base import LocalScores
 from distprune.selection.kth_value import Selection
-from distprune.selection.put import MaskPut, Put
 from distprune.selection.scan import Entry
 from distprune.shards.device import batches, fetched, sent
 from distprune.shards.geometry import Geometry, Runs, runs_of
@@ -230,9 +229,9 @@ class OwnUnits:
     def stays(self, selection: Selection) -> list[BoolArray]:
         """Return which units of each of :meth:`entries` stay."""
         entries = self.entries
-        puts = [MaskPut.empty(entry.geometry.local_shape, entry.scores.device) for entry in entries]
-        selection.decide(entries, puts)
-        return [put.mask.numpy() for put in puts]
+        outs = [torch.empty(e.geometry.local_numel, dtype=torch.bool, device=e.scores.device) for e in entries]
+        selection.decide(entries, outs)
+        return [out.numpy() for out in outs]
 
     def large_entries(self) -> list[Entry]:
         """Return what competes of the whole units whose tables are not held."""
@@ -312,7 +311,7 @@ class OwnUnits:
     def decide_large(
         self,
         scores: LocalScores,
-        put: Put,
+        out: torch.Tensor,
         selection: Selection,
         of_cut: Callable[[], dict[int, tuple[IntArray, BoolArray]]],
     ) -> torch.Tensor:
@@ -333,7 +332,7 @@ class OwnUnits:
                 ids, stays = of_cut()[member]
                 answers = torch.from_numpy(stays[np.searchsorted(ids, window.units.cut_ids)])
                 keep[lines.cut_there] = sent(answers, scores.device)
-            counts += window.units.decide(keep[None], [Shifted(put, window.begin)])[0]
+            counts += window.units.decide(keep[None], [out[window.begin :]])[0]
         return counts
 
     def _stays(self, member: int, window: Window, selection: Selection) -> torch.Tensor:

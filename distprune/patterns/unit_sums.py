@@ -22,7 +22,6 @@ from distprune.scores.base import LocalScores, Score
 from distprune.scores.exact_sum import grid_scale, summable
 from distprune.selection.kth_value import raise_nans
 from distprune.selection.order import Order
-from distprune.selection.put import Put
 from distprune.shards.device import count_true, fetched, is_small
 
 VALUES = Order("value", torch.float64)  # of extremes
@@ -164,8 +163,8 @@ class ShardUnits(Addends):
         """Return what the local units add up to: see :meth:`sums`."""
         return self.sums(self._tiles(), len(self.lines.ids), self.lines.size, scales)
 
-    def decide(self, keep: torch.Tensor, puts: Sequence[Put]) -> Sequence[torch.Tensor]:
-        """Put what stays of the elements, given which units stay, (shards, units), on their device.
+    def decide(self, keep: torch.Tensor, outs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Write what stays of the elements into ``outs``, given which units stay, (shards, units), on their device.
 
         Return of each shard the counts of ``Choice.decide``, 0 NaNs.
         """
@@ -173,17 +172,15 @@ class ShardUnits(Addends):
         counts = torch.zeros((num, 3), dtype=torch.int64, device=self._device)
         for at, units in self._tiles():
             numel = at.stop - at.start
-            if num == 1:
-                flags = puts[0].flags(at, self._device)
-            else:
-                flags = torch.empty(num * numel, dtype=torch.bool, device=self._device)
+            flags = outs[0][at] if num == 1 else torch.empty(num * numel, dtype=torch.bool, device=self._device)
             units.spread(stays, flags)
             if not self._first.regrows and (gone := self._gone(at)) is not None:
                 torch.gt(flags, gone, out=flags)  # and not
                 counts[:, 1] += gone.view(num, -1).sum(1)
             counts[:, 0] += numel - (count_true(flags) if num == 1 else flags.view(num, -1).sum(1))
-            for put, own in zip(puts, torch.split(flags, numel), strict=True):
-                put.stays(at, own)
+            if num > 1:
+                for out, own in zip(outs, torch.split(flags, numel), strict=True):
+                    out[at] = own
         return counts.unbind()
 
     def question(self, i: int, first: int, of_cut: torch.Tensor, num_ranks: int) -> Question:

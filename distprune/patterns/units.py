@@ -25,7 +25,6 @@ from distprune.patterns.unit_sums import VALUES, ShardUnits, agree_on_scales, un
 from distprune.patterns.unstructured import choose_elements
 from distprune.scores.base import LocalScores, Score
 from distprune.selection.order import Order
-from distprune.selection.put import Put
 from distprune.shards.device import sent, sent_together
 from distprune.shards.local_shard import LocalShard
 
@@ -114,28 +113,28 @@ class UnitPattern(Pattern):
         of_units = cache(lambda: own.joined(stays(), answered()))
         of_cut = cache(lambda: own.joined_cut(answered()))
 
-        def decide(scores: LocalScores, put: Put) -> torch.Tensor:
+        def decide(scores: LocalScores, out: torch.Tensor) -> torch.Tensor:
             if own.is_large(scores):
-                return own.decide_large(scores, put, selection, of_cut)
+                return own.decide_large(scores, out, selection, of_cut)
             lines, (ids, keep) = own.lines_of(scores), of_units()[ranked.index[scores.shard.name]]
             there = torch.from_numpy(keep[np.searchsorted(ids, lines.ids)])
-            return ShardUnits([scores], lines).decide(sent(there, scores.device), [put])[0]
+            return ShardUnits([scores], lines).decide(sent(there, scores.device), [out])[0]
 
-        def decide_all(scores: Sequence[LocalScores], puts: Sequence[Put]) -> list[torch.Tensor]:
-            put_of = {id(each): put for each, put in zip(scores, puts, strict=True)}
+        def decide_all(scores: Sequence[LocalScores], outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            out_of = {id(each): out for each, out in zip(scores, outs, strict=True)}
             found: dict[int, torch.Tensor] = {}
             of_device: dict[torch.device, list[ShardUnits]] = {}
             for part in own.parts:
-                if all(id(each) in put_of for each in part.scores):
+                if all(id(each) in out_of for each in part.scores):
                     of_device.setdefault(part.scores[0].device, []).append(part)
             for device, parts in of_device.items():
                 keeps = [
                     np.stack([of_units()[ranked.index[each.shard.name]][1] for each in part.scores]) for part in parts
                 ]
                 for part, keep in zip(parts, sent_together([*map(torch.from_numpy, keeps)], device), strict=True):
-                    counts = part.decide(keep, [put_of[id(each)] for each in part.scores])
+                    counts = part.decide(keep, [out_of[id(each)] for each in part.scores])
                     found.update(zip(map(id, part.scores), counts, strict=True))
-            return [found[id(e)] if id(e) in found else decide(e, put) for e, put in zip(scores, puts, strict=True)]
+            return [found[id(e)] if id(e) in found else decide(e, out) for e, out in zip(scores, outs, strict=True)]
 
         return Choice(thresholds, decide, decide_all)
 

@@ -13,7 +13,6 @@ from distprune.patterns.base import Choice, Competing, Pattern, Ranked, Scope, S
 from distprune.patterns.census import take_census
 from distprune.patterns.within_rows import PerRow
 from distprune.scores.base import LocalScores
-from distprune.selection.put import Put
 from distprune.selection.scan import Entry
 from distprune.shards.matrix import Matrix
 
@@ -92,7 +91,7 @@ def choose_elements(
 
     selection, thresholds = competing.select(share, num_gone, ranked.order, entries, what, tells=tells)
 
-    def decide_all(scores: Sequence[LocalScores], puts: Sequence[Put]) -> list[torch.Tensor]:
-        return selection.decide([entry(each) for each in scores], puts)
+    def decide_all(scores: Sequence[LocalScores], outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return selection.decide([entry(each) for each in scores], outs)
 
-    return Choice(thresholds, lambda scores, put: decide_all([scores], [put])[0], decide_all)
+    return Choice(thresholds, lambda scores, out: decide_all([scores], [out])[0], decide_all)

@@ -29,9 +29,7 @@ from distprune.scores.base import LocalScores
 from distprune.selection.decide import decide_together
 from distprune.selection.highest import keep_highest_per_row
 from distprune.selection.order import Order
-from distprune.selection.put import MaskPut, Put, put_size
-from distprune.selection.scan import count_beyond
-from distprune.shards.device import count_true, fetched, is_small, on_host, sent
+from distprune.shards.device import chunk_size, count_true, fetched, is_small, on_host, sent
 from distprune.shards.geometry import Geometry
 from distprune.shards.matrix import Matrix
 
@@ -54,14 +52,6 @@ class WithinRows(Pattern):
     @abstractmethod
     @override
     def keep(self, scores: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
-
-    def keep_bits(self, bits: Array, magnitude: Any, out: Array) -> tuple[int, int, int] | None:  # noqa: ARG002
-        """Do as :meth:`keep` with keys, ``bits & magnitude``, 1-D, on the host; or leave in ``out``, if it is not bool,
-        the bits of what stays, and 0 for the others.
-
-        Return how many stay, the lowest and the highest key; ``None``, and do nothing, where no form reads once.
-        """
-        return None
 
     def keep_left(self, keys: torch.Tensor, is_gone: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002
         """Return what stays of ``keys`` (rows, inputs), bool, or in ``out``; shares are of what is not ``is_gone``."""
@@ -96,8 +86,8 @@ class WithinRows(Pattern):
                 return _keep_as_many(torch.maximum(keys, ~keys), keys >= 0, keys.shape[1])
             return own[member].keep_units(keys, _gone(orders[member], keys), of_left=ranked.of_left)
 
-        def decide_all(scores: Sequence[LocalScores], puts: Sequence[Put]) -> list[torch.Tensor]:
-            return _decide([rows_of(each) for each in scores], puts)
+        def decide_all(scores: Sequence[LocalScores], outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            return _decide([rows_of(each) for each in scores], outs)
 
         lines = Lines(ranked.comm, ranked.roster)
 
@@ -111,7 +101,7 @@ class WithinRows(Pattern):
                 stays = decide_cut(ranked.comm, batch, cut_part)
                 for member in {member for member, _, _ in batch if member in parts}:
                     parts[member].answers.append(stays)
-        return Choice([None] * len(orders), lambda scores, put: rows_of(scores).decide(put), decide_all)
+        return Choice([None] * len(orders), lambda scores, out: rows_of(scores).decide(out), decide_all)
 
     @override
     def unit(self, matrix: Matrix) -> tuple[int, int]:
@@ -188,16 +178,16 @@ class PerRow(WithinRows):
         return keep_highest_per_row(scores, round(self._share * scores.shape[1]), out)
 
 
-def _decide(parts: Sequence[_RowUnits], puts: Sequence[Put]) -> list[torch.Tensor]:
-    """Put what stays of ``parts``, of small ones together; return the counts of each. On a device one wait at most."""
+def _decide(parts: Sequence[_RowUnits], outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Write what stays of ``parts``, small ones together; return the counts of each. On a device one wait at most."""
     _look_for_zeros(parts)
     return decide_together(
         [(part.scores, slice(0, part.scores.shard.geometry.local_numel)) for part in parts],
         [part.kind for part in parts],
         lambda i: parts[i].order,
         lambda keys, which: parts[which[0]].keep(keys),
-        puts,
-        lambda i: parts[i].decide(puts[i]),
+        outs,
+        lambda i: parts[i].decide(outs[i]),
     )
 
 
@@ -238,7 +228,6 @@ class _RowUnits:
         self.units = units(scores.shard.geometry, self._matrix, self._length)
         self.may_have_gone = order.zeros_gone or scores.gone is not None
         self.may_have_nans = order.value_dtype.is_floating_point
-        self._bits = scores.bits(order) if self.units.is_dense and on_host(scores.device) else None
         self.answers: list[Callable[[], Answers]] = []  # what became of cut units
 
     @property
@@ -278,61 +267,33 @@ class _RowUnits:
         gone, num = self.scores.is_gone(at), at.stop - at.start if isinstance(at, slice) else len(at)
         return torch.ones(num, dtype=torch.bool, device=self.scores.device) if gone is None else ~gone
 
-    def decide(self, put: Put) -> torch.Tensor:
-        """Decide the whole units, take over what became of the cut ones, and ``put`` what stays: see ``Choice``."""
+    def decide(self, out: torch.Tensor) -> torch.Tensor:
+        """Decide the whole units, take over what became of the cut ones: see ``Choice``."""
         scores, units, device = self.scores, self.units, self.scores.device
         counts = torch.zeros(3, dtype=torch.int64, device=device)
-        everything = slice(0, scores.shard.geometry.local_numel)
-        flags = None if units.is_dense and not units.cut else put.flags(everything, device)
-        into = put if flags is None else MaskPut(tuple(flags.shape), device, flags)
         width = len(units.whole)
         columns = None if units.is_dense else sent(torch.from_numpy(units.whole), device)
-        num_rows, step = len(units.matrix.rows) if width else 0, max(1, put_size(device) // max(width, 1))
+        num_rows, step = len(units.matrix.rows) if width else 0, max(1, chunk_size(device) // max(width, 1))
         memory = torch.empty(step * width, dtype=self.order.key_dtype, device=device)  # fresh each time would be slow
         for first in range(0, num_rows, step):
             last = min(first + step, num_rows)
-            if columns is not None:
-                assert flags is not None
+            if columns is None:
+                at = slice(units.begin + first * width, units.begin + last * width)
+                self._keep_keys(at, memory, out[at], counts)
+            else:
                 rows = torch.arange(first, last, device=device)
                 offsets = (units.begin + units.matrix.offsets(rows, columns)).reshape(-1)
-                flags[offsets] = self._keep_keys(offsets, memory, None, counts)
-                continue
-            at = slice(units.begin + first * width, units.begin + last * width)
-            if self._bits is None or not self._put_at_once(at, into, counts):
-                of_rows = into.flags(at, device)
-                self._keep_keys(at, memory, of_rows, counts)
-                # Where nothing is gone, as many stay of each unit.
-                num_counted = len(of_rows) if self.may_have_gone else self._length
-                counts[0] += (num_counted - count_true(of_rows[:num_counted])) * (len(of_rows) // num_counted)
-                into.stays(at, of_rows)
-        if flags is None:
-            return counts
+                out[offsets] = self._keep_keys(offsets, memory, None, counts)
         for piece, packed in (each for answers in self.answers for each in answers().get(self._member, ())):
             stays = np.unpackbits(packed, count=piece.numel).view(np.bool_)
             for places, there in piece.chunks(device):
                 self._count(scores.keys(self.order, there), counts)
-                flags[there] = sent(torch.from_numpy(stays[places]), device)
-        counts[0] = len(flags) - count_true(flags)
-        put.stays(everything, flags)
+                out[there] = sent(torch.from_numpy(stays[places]), device)
+        # Where nothing is gone, as many stay of each unit.
+        is_even = units.is_dense and not units.cut and not self.may_have_gone and not scores.regrows
+        num_counted = self._length if is_even and len(out) else len(out)
+        counts[0] = (num_counted - count_true(out[:num_counted])) * (len(out) // max(num_counted, 1))
         return counts
-
-    def _put_at_once(self, at: slice, put: Put, counts: torch.Tensor) -> bool:
-        """Put what stays ``at``, on the host, by one read of the weights' bits; return whether that was possible."""
-        assert self._bits is not None
-        bits, magnitude = self._bits[0][at], self._bits[1]
-        left = put.bits(at)
-        out = put.flags(at, self.scores.device).numpy() if left is None else left
-        found = self._pattern.keep_bits(bits, magnitude, out)
-        if found is None or found[1] < self.order.first:  # what is gone has rules of its own
-            return False
-        num_kept, lowest, highest = found
-        num_nans, _ = count_beyond(self.order, bits, magnitude, lowest, highest)
-        counts += torch.tensor([len(out) - num_kept, 0, num_nans], dtype=torch.int64, device="cpu")
-        if left is None:
-            put.stays(at, torch.from_numpy(out))
-        else:
-            put.left(at, left)
-        return True
 
     def _keep_keys(
         self, at: slice | torch.Tensor, memory: torch.Tensor, out: torch.Tensor | None, counts: torch.Tensor

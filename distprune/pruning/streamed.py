@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
-import numpy.typing as npt
+import numpy as np
 import torch
 
 from distprune.checkpoint.stored_values import StoredValues
 from distprune.collectives.base import Communicator
-from distprune.masks.in_place import Zeroing
 from distprune.patterns.base import Pattern
 from distprune.pruning.masks import Masks
 from distprune.pruning.prune_model import Choosing, Request
 from distprune.pruning.report import PruneReport
 from distprune.scores.base import count_unread_nans, local_scores
 from distprune.shards.geometry import Geometry
-from distprune.shards.local_shard import LocalShard, Ownership
+from distprune.shards.local_shard import LocalShard, Ownership, bits_of
 from distprune.shards.pieces import grain_of, pieces_of, share_of, within
 
 _PIECE_NUMEL = 1 << 22  # elements in memory at a time, several times over
@@ -78,20 +76,21 @@ class StreamedPruning:
         """Return a piece of parameter ``name`` as it is stored. Local."""
         return self._values[name].cut(piece)
 
-    def prune(self, name: str, piece: Geometry, put: Callable[[int, npt.NDArray[Any]], None]) -> list[int]:
-        """Put the bits of a piece, 0 where elements are pruned. Local.
+    def prune(self, name: str, piece: Geometry) -> tuple[torch.Tensor, list[int]]:
+        """Return a piece of parameter ``name``, 0 where elements are pruned: new. Local; threads may call it.
 
-        Return how many are pruned, how many of these were before, and how many are NaN, which the caller sums.
-
-        One range of local offsets is put after the other, each in the memory of the one before, so that all of it stays
-        in a core's cache from the choice to whoever takes it. Threads may prune several pieces at a time.
+        Return also how many are pruned, how many of these were before, and how many are NaN, which the caller sums.
         """
         values = self.values(name, piece)
         shard = dataclasses.replace(self._shards[name], local=values, geometry=piece)
         (scores,) = local_scores(self._choosing.score, [shard], in_place=True)
         (num_unread,) = count_unread_nans([scores])
-        num_pruned, num_gone, num_nans = self._choosing.choice.decide(scores, Zeroing(values, put)).tolist()
-        return [num_pruned, num_gone, num_nans + num_unread]
+        mask = torch.empty(piece.local_numel, dtype=torch.bool, device="cpu")
+        num_pruned, num_gone, num_nans = self._choosing.choice.decide(scores, mask).tolist()
+        left = torch.empty(piece.local_shape, dtype=values.dtype, device="cpu")
+        keep = mask.view(piece.local_shape).numpy().view(np.int8)
+        np.multiply(bits_of(values).numpy(), keep, out=bits_of(left).numpy())
+        return left, [num_pruned, num_gone, num_nans + num_unread]
 
     @property
     def names(self) -> list[str]:

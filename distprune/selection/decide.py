@@ -17,20 +17,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from distprune.host_loops import compiled
 from distprune.selection.competition import Standings
 from distprune.selection.device_decide import Drafts, decide_on_device
 from distprune.selection.order import Order
-from distprune.selection.put import Put, put_size
 from distprune.selection.scan import Entry, KeyBits, Keyed
-from distprune.shards.device import batches, by_accelerator, is_small
+from distprune.shards.device import batches, by_accelerator, chunk_size, is_small
 from distprune.shards.geometry import Geometry
 
 Array = npt.NDArray[Any]
 
 
-def decide(standings: Standings, entries: Sequence[Entry], puts: Sequence[Put], drafts: Drafts) -> list[torch.Tensor]:
-    """Put what stays of ``entries``. Local: one read of the scores, but of what ``drafts`` say.
+def decide(
+    standings: Standings, entries: Sequence[Entry], outs: Sequence[torch.Tensor], drafts: Drafts
+) -> list[torch.Tensor]:
+    """Write what stays of ``entries`` into ``outs`` (bool, 1-D). Local: one read of the scores, but of ``drafts``.
 
     Return of each how many are pruned, how many of these were gone before, and 0 NaNs, which were looked for: int64, on
     the device of the scores.
@@ -43,10 +43,10 @@ def decide(standings: Standings, entries: Sequence[Entry], puts: Sequence[Put], 
     orders, on_devices = [each.order for each in standings.competitions], dict[int, torch.Tensor]()
     for which in by_accelerator(entry.scores.device for entry in entries).values():
         parts = [(entries[i], bounds[i].parts) for i in which]
-        on_devices.update(zip(which, decide_on_device(orders, parts, [puts[i] for i in which], drafts), strict=True))
+        on_devices.update(zip(which, decide_on_device(orders, parts, [outs[i] for i in which], drafts), strict=True))
 
     def decide_alone(i: int) -> torch.Tensor:
-        return on_devices[i] if i in on_devices else _decide_large(entries[i], bounds[i], puts[i])
+        return on_devices[i] if i in on_devices else _decide_large(entries[i], bounds[i], outs[i])
 
     def keep(keys: Array, which: Sequence[int]) -> Array:
         stays, start = np.empty(len(keys), dtype=np.bool_), 0
@@ -58,7 +58,7 @@ def decide(standings: Standings, entries: Sequence[Entry], puts: Sequence[Put], 
         return stays
 
     everything = [entry.whole for entry in entries]
-    return decide_together(everything, kinds, lambda i: bounds[i].order, keep, puts, decide_alone)
+    return decide_together(everything, kinds, lambda i: bounds[i].order, keep, outs, decide_alone)
 
 
 def stays_of(
@@ -76,10 +76,10 @@ def decide_together(
     kinds: Sequence[object],
     order_of: Callable[[int], Order],
     keep: Callable[[Array, Sequence[int]], Array],
-    puts: Sequence[Put],
+    outs: Sequence[torch.Tensor],
     decide_alone: Callable[[int], torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Put what stays of ``pieces``, small ones of one kind together; return the counts of :func:`decide`. Local.
+    """Write what stays of ``pieces``, small ones of one kind together; return the counts of :func:`decide`. Local.
 
     ``kinds``: of each piece, ``None`` if it is decided by ``decide_alone``; those of one kind have one order.
     ``keep(keys, which)`` returns which of the joined keys of pieces ``which`` stay, bool.
@@ -91,9 +91,9 @@ def decide_together(
             of_kind.setdefault(kind, []).append(i)
     for all_of_kind in of_kind.values():
         order = order_of(all_of_kind[0])
-        bits = KeyBits(order)
+        keys_at = KeyBits(order)
         for which in batches(all_of_kind, [pieces[i][1].stop for i in all_of_kind]):
-            keys = bits.keys([pieces[i] for i in which])
+            keys = keys_at([pieces[i] for i in which])
             stays, ends = keep(keys, which), np.cumsum([pieces[i][1].stop for i in which])
             firsts = ends - [pieces[i][1].stop for i in which]
             numbers[which, 0] = np.add.reduceat(~stays, firsts, dtype=np.int64)
@@ -102,7 +102,7 @@ def decide_together(
             if keys.max() > order.last:
                 numbers[which, 2] = np.add.reduceat(keys > order.last, firsts, dtype=np.int64)
             for i, stay in zip(which, np.split(stays, ends[:-1]), strict=True):
-                puts[i].stays(pieces[i][1], torch.from_numpy(stay))
+                outs[i].numpy()[:] = stay
     counts = [*torch.from_numpy(numbers)]
     for i, kind in enumerate(kinds):
         if kind is None:
@@ -128,36 +128,15 @@ class _Bound:
         return [(part, key) for part, key in parts if part.start < part.stop]
 
 
-def _decide_large(entry: Entry, bound: _Bound, put: Put) -> torch.Tensor:
-    numel, size, bits_at = entry.geometry.local_numel, put_size(entry.scores.device), KeyBits(bound.order)
-    num_pruned = num_gone = 0
+def _decide_large(entry: Entry, bound: _Bound, out: torch.Tensor) -> torch.Tensor:
+    numel, size, keys_at = entry.geometry.local_numel, chunk_size(entry.scores.device), KeyBits(bound.order)
+    flags, num_kept, num_gone = out.numpy(), 0, 0
     for start in range(0, numel, size):
         at = slice(start, min(start + size, numel))
-        bits, magnitude = bits_at([(entry.scores, at)])
-        memory = put.bits(at) if bits_at.are_weights else None
-        out = put.flags(at, entry.scores.device).numpy() if memory is None else memory
+        keys, stays = keys_at([(entry.scores, at)]), flags[at]
         for part, key in bound.parts(at):
-            pruned, gone = _keep_above(bound.order, bits[part], magnitude, key, out[part])
-            num_pruned, num_gone = num_pruned + pruned, num_gone + gone
-        if memory is None:
-            put.stays(at, torch.from_numpy(out))
-        else:
-            put.left(at, memory)
-    return torch.tensor([num_pruned, num_gone, 0], dtype=torch.int64, device="cpu")
-
-
-def _keep_above(order: Order, bits: Array, magnitude: Any, key: int, out: Array) -> tuple[int, int]:
-    """Write into ``out`` which keys are above ``key``, or, if it is not bool, the bits of those, and 0 for the others.
-
-    Return how many are not, and how many are gone.
-    """
-    first, above = bits.dtype.type(order.first), bits.dtype.type(key)
-    if (loops := compiled()) is not None:
-        zero = None if out.dtype == np.bool_ else bits.dtype.type(0)
-        num_kept, num_gone = loops.keep_above(bits, magnitude, first, above, out, zero)
-    else:  # they are keys
-        np.greater(bits, above, out=out)
-        num_kept, num_gone = int(np.count_nonzero(out)), 0
-        if bits.min() < first:
-            num_gone = int(np.count_nonzero(bits < first))
-    return len(bits) - num_kept, num_gone
+            np.greater(keys[part], keys.dtype.type(key), out=stays[part])
+        num_kept += int(np.count_nonzero(stays))
+        if keys.min() < bound.order.first:
+            num_gone += int(np.count_nonzero(keys < bound.order.first))
+    return torch.tensor([numel - num_kept, num_gone, 0], dtype=torch.int64, device="cpu")

@@ -10,7 +10,6 @@ import torch
 
 from distprune.selection.device_chunks import Chunk, Chunks
 from distprune.selection.order import Order
-from distprune.selection.put import Put, put_all
 from distprune.selection.scan import Entry, Keyed
 
 Parts = Callable[[slice], list[tuple[slice, int]]]  # of some elements of an entry; they begin at 0
@@ -40,9 +39,9 @@ def draft_key(chunk: Chunk) -> tuple[int, int]:
 
 
 def decide_on_device(
-    orders: Sequence[Order], entries: Sequence[tuple[Entry, Parts]], puts: Sequence[Put], drafts: Drafts
+    orders: Sequence[Order], entries: Sequence[tuple[Entry, Parts]], outs: Sequence[torch.Tensor], drafts: Drafts
 ) -> list[torch.Tensor]:
-    """Put what stays of ``entries``, all on one device. Local.
+    """Write what stays of ``entries``, all on one device, into ``outs``. Local.
 
     ``orders``: by competition. ``Parts`` say the stretches of an entry's elements and the highest key that is pruned in
     each. ``drafts``: of chunks that need not be read again; they are used up. Return the counts of
@@ -62,15 +61,12 @@ def decide_on_device(
             counts[i][0] += chunk.numel - _finished(draft, runs[chunk]).sum()
             counts[i][1] += draft.num_gone
             if chunk.at.stop == len(draft.memory):
-                puts[i].take(draft.memory)
+                outs[i].copy_(draft.memory)
             continue
         keys, at = chunk.keys(), chunk.at
         which = which_of[chunk]
-        own = [puts[i] for i in which]
-        if len(own) == 1:
-            flags = own[0].flags(at, chunks.device)
-        else:
-            flags = torch.empty(chunk.numel, dtype=torch.bool, device=chunks.device)
+        own = [outs[i] for i in which]
+        flags = own[0][at] if len(own) == 1 else torch.empty(chunk.numel, dtype=torch.bool, device=chunks.device)
         if len(runs[chunk]) > 2:
             assert table is not None
             ends, highest = table[:, first : first + len(runs[chunk])]
@@ -86,12 +82,11 @@ def decide_on_device(
         if len(own) == 1:
             counts[which[0]][0] += chunk.numel - flags.sum()
             counts[which[0]][1] += gone.sum()
-            own[0].stays(at, flags)
         else:
             pruned, gone = chunk.sums(~flags), chunk.sums(gone)
             for i, of_entry in zip(which, torch.stack([pruned, gone, torch.zeros_like(gone)], 1), strict=True):
                 counts[i] = of_entry
-            put_all(own, flags, chunk.numels)
+            torch._foreach_copy_(own, [*torch.split(flags, chunk.numels)])
     return counts
 
 

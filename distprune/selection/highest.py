@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from distprune.host_loops import compiled
 from distprune.shards.device import chunk_size, fetched, on_host
 
 Array = npt.NDArray[Any]
@@ -55,19 +54,6 @@ def keep_highest_per_group(scores: torch.Tensor, n: int, m: int, out: torch.Tens
             np.put_along_axis(kept.reshape(-1, m), order, np.arange(m) >= m - n, axis=1)
 
     return _by_rows(scores, out, here if on_host(scores.device) else there)
-
-
-def keep_groups_of_bits(bits: Array, magnitude: Any, n: int, m: int, out: Array) -> tuple[int, int, int] | None:
-    """Do as :func:`keep_highest_per_group` with keys, ``bits & magnitude``, 1-D, in whole groups.
-
-    ``out`` takes what stays, if it is bool; else the bits of what stays, and 0 for the others. Return how many stay,
-    the lowest and the highest key. ``None``, and nothing is done, without compiled loops or for a large ``m``.
-    """
-    if (loops := compiled()) is None or m > _MAX_PAIRED or not len(bits):
-        return None
-    zero = None if out.dtype == np.bool_ else bits.dtype.type(0)
-    lowest, highest = loops.keep_groups_of_bits(bits, magnitude, n, m, out, zero)
-    return len(bits) // m * n, int(lowest), int(highest)
 
 
 def keep_highest_per_row(
@@ -118,12 +104,8 @@ def _check_2d(scores: torch.Tensor) -> None:
 def _keep_paired(values: Array, n: int, m: int, keep: Array) -> None:
     """Write what stays of ``values``, 1-D, in groups of ``m`` side by side, into ``keep``.
 
-    Without compiled loops each is compared with the one ``distance`` behind it, for all at once: so memory is read in
-    its order.
+    Each is compared with the one ``distance`` behind it, for all at once: so memory is read in its order.
     """
-    if (loops := compiled()) is not None:
-        loops.keep_groups(values, n, m, keep)
-        return
     ranks_and_pairs = _ranks_and_pairs(m)
     size = ranks_and_pairs.shape[1]
     all_ranks, flags = np.empty(size, dtype=np.int8), np.empty(size, dtype=np.bool_)

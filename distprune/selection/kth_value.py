@@ -25,14 +25,12 @@ import torch
 
 from distprune.collectives.agree import together
 from distprune.collectives.base import Communicator
-from distprune.host_loops import load
 from distprune.selection.competition import Competition, Flags, Ranges, Standings, Words
 from distprune.selection.counts import BinCounts, summed_counts, summed_values, told_ends
 from distprune.selection.decide import decide, stays_of
 from distprune.selection.device_decide import Drafts
 from distprune.selection.device_tally import DeviceTally
 from distprune.selection.order import Order
-from distprune.selection.put import Put
 from distprune.selection.quantiles import tell_quantiles
 from distprune.selection.sampling import sample_brackets
 from distprune.selection.scan import Entry, key_chunks
@@ -40,10 +38,6 @@ from distprune.selection.tally import Tally
 from distprune.selection.told import can_tell, tell_keys
 from distprune.shards.device import by_accelerator, count_true, fetched, on_host
 from distprune.shards.geometry import Geometry
-
-# Elements on the host: loading the compiled loops takes 0.9 s, of which each gets back about a nanosecond. For fewer
-# they are used only if they are loaded already.
-_WORTH_LOADING = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -57,9 +51,9 @@ class Selection:
     standings: Standings
     drafts: Drafts
 
-    def decide(self, entries: Sequence[Entry], puts: Sequence[Put]) -> list[torch.Tensor]:
-        """Put what stays of ``entries``, or of pieces of some: see :func:`distprune.selection.decide.decide`."""
-        return decide(self.standings, entries, puts, self.drafts)
+    def decide(self, entries: Sequence[Entry], outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Write what stays of ``entries``, or of pieces of some: see :func:`distprune.selection.decide.decide`."""
+        return decide(self.standings, entries, outs, self.drafts)
 
     def stays(self, keys: torch.Tensor, competition: int, geometry: Geometry, first_position: int) -> torch.Tensor:
         """Return which of some elements stay: see :func:`distprune.selection.decide.stays_of`."""
@@ -159,10 +153,7 @@ class _OwnPart:
     @cached_property
     def entries(self) -> list[Entry]:
         """What this rank counts: of replicas, those that it owns."""
-        entries = [entry for entry in self._make_entries() if entry.owned and entry.geometry.local_numel]
-        if sum(entry.geometry.local_numel for entry in entries if on_host(entry.scores.device)) >= _WORTH_LOADING:
-            load()
-        return entries
+        return [entry for entry in self._make_entries() if entry.owned and entry.geometry.local_numel]
 
     @cached_property
     def _tallies(self) -> list[Tally | DeviceTally]:

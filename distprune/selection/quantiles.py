@@ -68,7 +68,7 @@ def _quantiles(num_ranks: int, standings: Standings, entries: Sequence[Entry]) -
     for (order, numel), of_group in groups.items():
         bits = KeyBits(order)
         for which in batches(range(len(of_group)), [numel] * len(of_group)):
-            keys = bits.keys([of_group[i].whole for i in which]).reshape(-1, numel)
+            keys = bits([of_group[i].whole for i in which]).reshape(-1, numel)
             yield _bracket(standings, [of_group[i] for i in which], np.sort(keys, axis=1))
     for (order, _), of_device in joined.items():
         most = max(1, min(_JOINED_SAMPLE, _MOST_JOINED // len(of_device)))

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from distprune.host_loops import compiled
 from distprune.selection.competition import Keys, Words
 from distprune.selection.order import Order
 from distprune.shards.device import chunk_size
@@ -128,33 +127,25 @@ def stretch_size(device: torch.device) -> int:
 
 
 class KeyBits:
-    """Integers of which ``&`` makes the keys of elements on the host, stretch by stretch; in the same memory.
-
-    Where compiled loops read one piece they are the weights' own bits, if that is possible; else the keys.
-    """
+    """The keys of elements on the host, stretch by stretch, in the same memory."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
         self._memory = torch.empty(0, dtype=order.key_dtype, device="cpu")
-        self.are_weights = False  # the integers that were returned last
 
-    def __call__(self, pieces: Sequence[tuple[Keyed, slice]]) -> tuple[Array, Any]:
-        """Return the integers of ``pieces``, and what they are to be combined with."""
+    def __call__(self, pieces: Sequence[tuple[Keyed, slice]]) -> Array:
+        """Return the keys of ``pieces``."""
         found = [scores.bits(self._order) for scores, _ in pieces]
-        only = found[0] if len(found) == 1 and compiled() is not None else None
-        self.are_weights = only is not None
-        if only is not None:
-            return only[0][pieces[0][1]], only[1]
         numel = sum(at.stop - at.start for _, at in pieces)
         if len(self._memory) < numel:
             self._memory = torch.empty(numel, dtype=self._order.key_dtype, device="cpu")
         keys, start = self._memory[:numel], 0
-        joined = keys.numpy()
+        joined: Array = keys.numpy()
         if len(pieces) > 1 and not any(found):
             own = pieces[0][0].joined_keys(self._order, pieces, keys)
             if own.data_ptr() != keys.data_ptr():
                 keys.copy_(own)
-            return joined, joined.dtype.type(-1)
+            return joined
         for of_weights, (scores, at) in zip(found, pieces, strict=True):
             stop = start + at.stop - at.start
             if of_weights is not None:
@@ -165,12 +156,7 @@ class KeyBits:
                 if own.data_ptr() != into.data_ptr():
                     joined[start:stop] = own.numpy()
             start = stop
-        return joined, joined.dtype.type(-1)
-
-    def keys(self, pieces: Sequence[tuple[Keyed, slice]]) -> Array:
-        """Return the keys of ``pieces``."""
-        bits, magnitude = self(pieces)
-        return bits & magnitude if self.are_weights else bits
+        return joined
 
 
 def key_chunks(entry: Entry, order: Order) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -205,41 +191,19 @@ class Scan:
         order, own, num = self._order, self._own, stretch.numel
         if not hasattr(own, "bits"):
             own.bits, own.size = KeyBits(order), 0
-        bits, magnitude = own.bits([(entry.scores, at) for entry, at in stretch.pieces])
-        low_key, high_key = bits.dtype.type(low), bits.dtype.type(high)
+        keys = own.bits([(entry.scores, at) for entry, at in stretch.pieces])
+        low_key, high_key = keys.dtype.type(low), keys.dtype.type(high)
         if own.size < num:  # fresh memory for each stretch would be as slow as the scan
-            own.size, own.loops = num, compiled()
-            if own.loops is None:
-                own.flags = np.empty((3, num), dtype=np.bool_)
-            else:
-                own.offsets, own.inside = np.empty(num, dtype=np.int64), np.empty(num, dtype=bits.dtype)
-        if own.loops is not None:
-            num_kept, num_inside, _, highest = own.loops.find_inside(
-                bits, magnitude, low_key, high_key, own.offsets, own.inside
-            )
-            offsets, found = own.offsets[:num_inside], own.inside[:num_inside].copy()
-        else:
-            above, inside, kept = own.flags[:, :num]
-            np.greater_equal(bits, low_key, out=kept)
-            np.greater(bits, high_key, out=above)
-            np.not_equal(kept, above, out=inside)
-            offsets = np.flatnonzero(inside)
-            num_kept, found = int(np.count_nonzero(kept)), bits[offsets]
-            highest = bits.max()
-        num_nans = _count_nans(order, bits, magnitude, highest)
+            own.size, own.flags = num, np.empty((3, num), dtype=np.bool_)
+        above, inside, kept = own.flags[:, :num]
+        np.greater_equal(keys, low_key, out=kept)
+        np.greater(keys, high_key, out=above)
+        np.not_equal(kept, above, out=inside)
+        offsets = np.flatnonzero(inside)
+        num_kept, found = int(np.count_nonzero(kept)), keys[offsets]
+        num_nans = int(np.count_nonzero(keys > order.last)) if keys.max() > order.last else 0
         places, num_inside = _shortened(offsets, stretch.place), len(offsets)
         return Scanned(places, found, num - num_kept, num_kept - num_inside, num_nans)
-
-
-def count_beyond(order: Order, bits: Array, magnitude: Any, lowest: Any, highest: Any) -> tuple[int, int]:
-    """Return how many keys are of NaN, and of what is gone, given the lowest and the highest."""
-    num_nans = _count_nans(order, bits, magnitude, highest)
-    num_gone = int(np.count_nonzero((bits & magnitude) < order.first)) if lowest < order.first else 0
-    return num_nans, num_gone
-
-
-def _count_nans(order: Order, bits: Array, magnitude: Any, highest: Any) -> int:
-    return int(np.count_nonzero((bits & magnitude) > order.last)) if highest > order.last else 0
 
 
 def _shortened(offsets: Array, start: int) -> Array:

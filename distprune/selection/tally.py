@@ -138,7 +138,7 @@ class Tally:
             bits = KeyBits(order)
             for which in batches(of_order, [self._small[i].geometry.local_numel for i in of_order]):
                 numels = np.array([self._small[i].geometry.local_numel for i in which])
-                keys = bits.keys([self._small[i].whole for i in which])
+                keys = bits([self._small[i].whole for i in which])
                 of = np.repeat(self._small_of[which], numels)
                 starts = self._starts[len(self._entries) - len(self._small) :][which]
                 is_below, is_above = keys < keys_of_all.low[of], keys > keys_of_all.high[of]

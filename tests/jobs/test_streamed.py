@@ -24,7 +24,7 @@ from distprune.jobs import PruneJob, StreamedJob, run_prune_job, run_streamed_jo
 from distprune.jobs.journal import JOURNAL_NAME, Journal
 from distprune.jobs.stretches import STRETCH, StretchWriter
 from distprune.pruning import streamed
-from distprune.selection import put
+from distprune.shards import device
 from tests.families import family_model
 from tests.hf_models import make_model
 from tests.jobs.test_prune import Heard, contents
@@ -184,7 +184,6 @@ def test_several_threads_of_a_rank(models: Path, tmp_path: Path, case: str, monk
     assert not (tmp_path / "failed").exists()
 
 
-@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("case", ["global", "tensor", "2:4", "row"])
 @pytest.mark.sampled(2)
 def test_ties_and_chunks(models: Path, tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +193,7 @@ def test_ties_and_chunks(models: Path, tmp_path: Path, case: str, monkeypatch: p
         rounded = {name: (values * 20).round() / 20 for name, values in load_file(file).items()}
         save_file(rounded, file, metadata={"format": "pt"})
     run_prune_job(PruneJob(model=str(model), output=str(tmp_path / "loaded"), **CASES[case]))
-    monkeypatch.setattr(put, "_HOST_NUMEL", 50)
+    monkeypatch.setattr(device, "_HOST_CHUNK", 50)
     for num_ranks in (1, 3):
         out = tmp_path / str(num_ranks)
         run_threads(num_ranks, on_rank, StreamedJob(model=str(model), output=str(out), **CASES[case]))

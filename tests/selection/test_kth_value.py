@@ -20,7 +20,6 @@ from distprune.selection import counts, quantiles, sampling, tally
 from distprune.selection.competition import Competition
 from distprune.selection.kth_value import select_lowest
 from distprune.selection.order import common_order
-from distprune.selection.put import MaskPut
 from distprune.selection.scan import Entry
 from distprune.shards.geometry import Geometry
 from distprune.shards.local_shard import LocalShard, Ownership
@@ -57,12 +56,12 @@ def select(
         return found
 
     selection = select_lowest(comm, competitions, entries)
-    puts = [MaskPut.empty(entry.geometry.local_shape, entry.scores.device) for entry in found]
-    counts = [of.tolist() for of in selection.decide(found, puts)]
-    for (num_pruned, num_gone, _), put in zip(counts, puts, strict=True):
-        assert num_pruned == int((~put.mask).sum())
+    masks = [torch.empty(e.geometry.local_numel, dtype=torch.bool, device=e.scores.device) for e in found]
+    counts = [of.tolist() for of in selection.decide(found, masks)]
+    for (num_pruned, num_gone, _), mask in zip(counts, masks, strict=True):
+        assert num_pruned == int((~mask).sum())
         assert num_gone == (0 if gone is None else int((gone == 0).sum()))
-    return Selected([put.mask for put in puts], selection.thresholds)
+    return Selected(masks, selection.thresholds)
 
 
 def check(values: torch.Tensor, k: int) -> None:

@@ -10,8 +10,6 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from distprune.selection.highest import keep_highest_per_group, keep_highest_per_row
 
-pytestmark = pytest.mark.usefixtures("either_way")
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32)
 SHAPES = [(1, 4), (3, 8), (5, 16), (70, 2048), (0, 8), (3, 0)]  # 64 rows of 2048 are one chunk
 
