@@ -1,8 +1,4 @@
-"""A checkpoint as large as a thousand ranks' model, of which only the headers are there, and what one rank plans of it.
-
-Ranks share out what they do to files, so that all together find what one alone does: a sum over ranks is answered by
-what it was for one.
-"""
+"""A checkpoint of a thousand ranks' model, of which only the headers are there, and what one rank plans of it."""
 
 from __future__ import annotations
 
@@ -38,8 +34,8 @@ _OF_A_FILE = 50  # parameters
 
 
 @cache
-def _stored(num_parameters: int, shape: tuple[int, ...]) -> tuple[Path, list[torch.Tensor]]:
-    """Return the directory of a checkpoint of so many tensors, and what one rank alone sums to read it."""
+def _stored(num_parameters: int, shape: tuple[int, ...]) -> Path:
+    """Return the directory of a checkpoint of so many tensors."""
     folder = Path(_folder().name) / f"{num_parameters} of {shape}"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -53,9 +49,7 @@ def _stored(num_parameters: int, shape: tuple[int, ...]) -> tuple[Path, list[tor
         os.truncate(path, file.tensors[-1].stop)
         weight_map |= {entry.name: path.name for entry in file.tensors}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    alone = EqualRanks(1)
-    sample_together(alone, open_together(alone, folder))
-    return folder, alone.sums
+    return folder
 
 
 @cache
@@ -65,9 +59,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 def _opened(model: nn.Module, comm: EqualRanks) -> HfDirectory:
     shapes = [tuple(parameter.shape) for parameter in model.parameters()]
-    folder, sums = _stored(len(shapes), shapes[0])
-    comm.answers += sums
-    directory = open_together(comm, folder)
+    directory = open_together(comm, _stored(len(shapes), shapes[0]))
     sample_together(comm, directory)
     return directory
 

@@ -40,15 +40,12 @@ from distprune.training.regrowth import GrowBy
 class EqualRanks(Communicator):
     """Rank 0 of ``size`` that all hold the same; ``largest`` is the size of its largest message.
 
-    ``answers``: what the next sums come out as, where ranks share out what one alone does, whose ``sums`` they are.
     ``num_objects``: how many objects came as text from as many ranks.
     """
 
     def __init__(self, size: int) -> None:
         super().__init__(0, size)
         self.largest = self.num_objects = 0
-        self.sums: list[torch.Tensor] = []
-        self.answers: list[torch.Tensor] = []
 
     @override
     def _count(self, num_bytes: int) -> None:
@@ -58,12 +55,7 @@ class EqualRanks(Communicator):
     @override
     def _reduce_in_place(self, values: torch.Tensor, op: str) -> None:
         if op == "sum":
-            if self.answers:
-                assert self.answers[0].shape == values.shape
-                values.copy_(self.answers.pop(0))
-            else:
-                values *= self.size
-            self.sums.append(values.clone())
+            values *= self.size
 
     @override
     def _sum_in_place(self, values: torch.Tensor, rank: int) -> None:

@@ -92,7 +92,7 @@ def restored(_: int, folder: Path) -> Called:
     unfinished = Unfinished(writer.comm, folder / "restored", Journal(folder / "none", {}, writes=False))
     unfinished.record(Item(BLOCK, {}, digest_of(writer.comm, block)))
     run = Run(PruneJob(model=str(folder / "model"), output=str(folder / "begun"), sparsity=0.5), None, "cpu", None)
-    journal = BlockJournal(run, unfinished, model, [0], updates=False)
+    journal = BlockJournal(run, unfinished, model, [0])
     return model, lambda: journal.finished(0)
 
 

@@ -95,7 +95,6 @@ def test_plans_stay_small(plan: str, num_parameters: int) -> None:
             assert num_pieces == num_parameters
             assert comm.traffic.num_rounds <= 9
             assert comm.traffic.num_bytes <= 1024 + 16 * num_parameters
-            assert not comm.answers
 
 
 def test_parameters_of_fsdp2_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

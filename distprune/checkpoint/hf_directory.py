@@ -78,7 +78,7 @@ class HfDirectory:
     is_indexed: bool
     index_metadata: dict[str, Any]
     small_files: tuple[Path, ...]
-    stamps: dict[str, list[int]]  # as :class:`FileList` has them
+    stamps: dict[str, list[int]]  # of every weight file its size, the time of its last change and its inode
 
     @cached_property
     def tensors(self) -> dict[str, tuple[WeightFile, TensorEntry]]:
@@ -100,36 +100,6 @@ class HfDirectory:
         return str(digest.hexdigest())
 
 
-@dataclass(frozen=True)
-class FileList:
-    """The weight files of the directory ``folder``, unread, in order, and what its index says (``None``: it has none).
-
-    ``stamps``: of every file its size, the time of its last change and its inode. They tell that it was changed, or
-    that it is another one.
-    """
-
-    folder: Path
-    stamps: dict[str, list[int]]
-    index: tuple[dict[str, str], dict[str, Any]] | None  # tensor to file, metadata
-
-    @property
-    def paths(self) -> list[Path]:
-        return [self.folder / name for name in self.stamps]
-
-    def directory(self, headers: Iterable[bytes]) -> HfDirectory:
-        """Return the directory, of which these are the headers. Local.
-
-        Raises:
-            ValueError: as :func:`open_directory`, but for files that cannot be read.
-        """
-        files = tuple(_parsed(path, header) for path, header in zip(self.paths, headers, strict=True))
-        if self.index is not None:
-            _check_index(self.index[0], files)
-        metadata = {} if self.index is None else self.index[1]
-        small = _small_files(self.folder)
-        return HfDirectory(self.folder, files, self.index is not None, metadata, small, self.stamps)
-
-
 def open_directory(path: str | Path) -> HfDirectory:
     """Return what the model directory at ``path`` holds. Reads headers only; local, nothing is communicated.
 
@@ -141,12 +111,6 @@ def open_directory(path: str | Path) -> HfDirectory:
             small file is a link that leads out of the directory (but into the hub's cache, if it lies there).
         ImportError: the extra ``hf`` is not installed.
     """
-    files = list_files(path)
-    return files.directory(map(read_header, files.paths))
-
-
-def list_files(path: str | Path) -> FileList:
-    """Return the weight files of the model directory at ``path``. Local; raises as :func:`open_directory`."""
     folder = Path(path)
     if not folder.exists():
         raise FileNotFoundError(f"there is no model directory {folder}")
@@ -154,16 +118,18 @@ def list_files(path: str | Path) -> FileList:
         raise NotADirectoryError(f"{folder} is not a directory; name the directory that holds config.json")
     if not (folder / CONFIG_NAME).is_file():
         raise FileNotFoundError(f"{folder} is no model directory: it has no {CONFIG_NAME}")
-    index_path, single_path = folder / INDEX_NAME, folder / SINGLE_NAME
-    if index_path.is_file():
-        weight_map, metadata = _read_index(index_path)
-        if single_path.is_file() and SINGLE_NAME not in weight_map.values():
-            raise ValueError(f"{folder} holds two models, {SINGLE_NAME} and that of {INDEX_NAME}; remove one")
-        stamps = {name: _stamp(folder / name) for name in dict.fromkeys(weight_map.values())}
-        return FileList(folder, stamps, (weight_map, metadata))
-    if single_path.is_file():
-        return FileList(folder, {SINGLE_NAME: _stamp(single_path)}, None)
-    raise FileNotFoundError(f"{folder} holds no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there")
+    has_index, has_single = ((folder / name).is_file() for name in (INDEX_NAME, SINGLE_NAME))
+    if not has_index and not has_single:
+        raise FileNotFoundError(f"{folder} holds no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there")
+    weight_map, metadata = _read_index(folder / INDEX_NAME) if has_index else ({}, {})
+    names = dict.fromkeys(weight_map.values()) if has_index else [SINGLE_NAME]
+    if has_single and SINGLE_NAME not in names:
+        raise ValueError(f"{folder} holds two models, {SINGLE_NAME} and that of {INDEX_NAME}; remove one")
+    stamps = {name: _stamp(folder / name) for name in names}  # before anything is read
+    files = tuple(read_weight_file(folder / name) for name in names)
+    if has_index:
+        _check_index(weight_map, files)
+    return HfDirectory(folder, files, has_index, metadata, _small_files(folder), stamps)
 
 
 def _stamp(path: Path) -> list[int]:
@@ -173,36 +139,24 @@ def _stamp(path: Path) -> list[int]:
     return [found.st_size, found.st_mtime_ns, found.st_ino]
 
 
-def read_header(path: Path) -> bytes:
-    """Return the header of one safetensors file, as it is there. Local.
-
-    Raises:
-        ValueError: the file is truncated or not safetensors.
-    """
-    with open_weights(path):  # checks the header, and its size against that of the file
-        pass
-    with path.open("rb") as file:
-        # https://github.com/huggingface/safetensors: 8 bytes little-endian length, then that much JSON.
-        return file.read(int.from_bytes(file.read(8), "little"))
-
-
 def read_weight_file(path: Path) -> WeightFile:
     """Return the tensors of one safetensors file. Local.
 
     Raises:
         ValueError: the file is truncated or not safetensors, or holds a dtype that is not supported.
     """
-    return _parsed(path, read_header(path))
-
-
-def _parsed(path: Path, text: bytes) -> WeightFile:
-    header = json.loads(text)
+    with open_weights(path):  # checks the header, and its size against that of the file
+        pass
+    with path.open("rb") as file:
+        # https://github.com/huggingface/safetensors: 8 bytes little-endian length, then that much JSON.
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
     header.pop("__metadata__", None)
     entries = []
     for name, value in header.items():
         if value["dtype"] not in DTYPES:
             raise ValueError(f"{path}: tensor {name!r} has the dtype {value['dtype']}, which is not supported")
-        start, stop = (8 + len(text) + offset for offset in value["data_offsets"])
+        start, stop = (8 + length + offset for offset in value["data_offsets"])
         entries.append(TensorEntry(name, DTYPES[value["dtype"]], tuple(value["shape"]), start, stop))
     return WeightFile(path, tuple(sorted(entries, key=lambda entry: (entry.start, entry.stop))))
 

@@ -71,12 +71,11 @@ def load_model(
         if mesh is not None and mesh.ndim > 2:
             raise ValueError(f"a mesh of one axis, or of two (replicate x shard), is called for, not of {mesh.ndim}")
     directory = path if isinstance(path, HfDirectory) else open_together(comm, path)
-    sample = sample_together(comm, directory)
+    sample_together(comm, directory)
     with together(comm):
         model, regions = build_on_meta(directory, dtype)
         facts = {
             "checkpoint": directory.fingerprint(),
-            "weights (256 KiB of each file)": sample,
             "dtype": str(dtype),
             "compute dtype": str(compute_dtype),
             "mesh": mesh and list(mesh.shape),

@@ -10,14 +10,13 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from distprune.checkpoint.carried import Carried, output_of
-from distprune.checkpoint.disk import kernel_of, share_to_sync, sync_file
-from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry, WeightFile
+from distprune.checkpoint.disk import sync_file
+from distprune.checkpoint.hf_directory import HfDirectory, WeightFile
 from distprune.checkpoint.output_files import allocate_directory, planned
-from distprune.checkpoint.sharded_file import Stretch, chunks_of, read_at, write_chunk
+from distprune.checkpoint.sharded_file import chunks_of, write_chunk
 from distprune.checkpoint.stored_slices import Progress, fill_shards
 from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import Group, communicator
@@ -31,42 +30,39 @@ def save_model(
     source: HfDirectory,
     target: Path,
     *,
-    updated: Collection[str] = (),
     layers: Sequence[int] | None = None,
     group: Group = None,
     progress: Progress = None,
 ) -> None:
     """Write ``model`` into the existing directory ``target``, with the files of ``source``.
 
-    What is written is what ``source`` holds, or zero, element for element: some models change their weights
-    while they run. ``updated`` names the parameters, or modules, whose weights were changed on purpose. ``layers``:
-    which decoder blocks of ``source`` the model still has, by number, in order; they are numbered anew (``None``: all).
+    ``layers``: which decoder blocks of ``source`` the model still has, by number, in order; they are numbered anew
+    (``None``: all).
 
     The weight files, their names and which tensor is in which are those of ``source``; sizes and dtypes are the
     model's. The bytes are the same whatever the number of ranks and the layout. Tokenizer, config and the other small
     files are copied; the config of a model with other sizes than ``source`` is the model's own.
 
     Every rank of ``group`` must call it. Communicates four rounds of 64 bytes, to agree and to raise together, and
-    two of 18 bytes a rank, and waits for the disk as :func:`work_together`.
+    waits for the disk as :func:`work_together`.
 
     Raises:
         OSError: on every rank: the disk is full or not writable.
-        ValueError: on every rank: the model's tensors are not those of ``source`` in name or (but for zeros and
-            ``updated``) value, or have other shapes than its config makes; or ranks were given different
-            arguments, or models of different dtypes.
+        ValueError: on every rank: the model's tensors are not those of ``source`` in name, or have other shapes than
+            its config makes; or ranks were given different arguments, or models of different dtypes.
         NotImplementedError: on every rank: ``layers`` whose tensors are not stored under their numbers.
     """
     writer = ModelWriter(model, source, target, layers=layers, group=group)
     writer.allocate()
-    with together(writer.comm, updated=sorted(updated)):
-        writer.write(updated=updated, progress=progress)
+    with together(writer.comm):
+        writer.write(progress=progress)
     work_together(writer.comm, writer.sync)
 
 
 class ModelWriter:
     """Writes a model's tensors to their places in the files of ``target``, all at once or some at a time.
 
-    Every rank of ``group`` must make one: two rounds of 64 bytes, two of 18 bytes a rank; raises as :func:`save_model`.
+    Every rank of ``group`` must make one: two rounds of 64 bytes; raises as :func:`save_model`.
     """
 
     def __init__(
@@ -92,12 +88,10 @@ class ModelWriter:
                 first_parts = [self._parts[carried[e.name].stored][0] for e in file.tensors if e.name in carried]
                 if first_parts:  # else all its layers were removed
                     self._files.append((file, planned(target / file.path.name, first_parts)))
-            self._unsynced: set[Path] = set()  # the same on every rank
+            self._unsynced: set[Path] = set()  # files that this rank has written to
             dtypes = [str(entry.dtype) for _, file in self._files for entry in file.tensors]
-            kernel = kernel_of(target)
             facts = {"source": source.fingerprint(), "target": str(target), "dtypes": dtypes, "layers": layers}
         agree(self.comm, facts)
-        self._share = share_to_sync(self.comm, kernel)
 
     def allocate(self) -> None:
         """Make the files at their full size, and copy the small ones. Every rank must call it: one round.
@@ -108,51 +102,34 @@ class ModelWriter:
             if self.comm.rank == 0:
                 config, num_removed = self._output.config, self._output.num_removed
                 allocate_directory(self._source, self._files, self._target, config, num_removed)
-        self._unsynced.update(file.path for _, file in self._files)
+                self._unsynced.update(file.path for _, file in self._files)
 
     def write(
-        self,
-        prefixes: Sequence[str] | None = None,
-        *,
-        written: Collection[str] = (),
-        updated: Collection[str] = (),
-        progress: Progress = None,
+        self, prefixes: Sequence[str] | None = None, *, written: Collection[str] = (), progress: Progress = None
     ) -> None:
         """Write this rank's part of the tensors inside the modules ``prefixes`` (``None``: of all). Local.
 
         Those inside the modules ``written`` are left out. The system writes them to the disk when it likes, or by
         :meth:`sync`.
-
-        Raises:
-            ValueError: outside of ``updated`` an element is neither zero nor what the source holds.
         """
-        chosen = self._chosen(prefixes, written)
-        own = {name: self._owned(parts) for name, parts in chosen.items()}
-        # What has another size was changed on purpose.
-        checked = {name for name, of in self._carried.items() if not of.is_resized} - self._chosen(updated).keys()
+        own = {name: self._owned(parts) for name, parts in self._chosen(prefixes, written).items()}
         num_done, num_total = 0, sum(part.local.nbytes for parts in own.values() for part in parts)
-        for source, file in self._files:
-            if any(entry.name in chosen for entry in file.tensors):
-                self._unsynced.add(file.path)
+        for _, file in self._files:
             mine = [entry for entry in file.tensors if own.get(entry.name)]
             if not mine:
                 continue
-            with file.path.open("r+b", buffering=0) as handle, source.path.open("rb", buffering=0) as reading:
+            self._unsynced.add(file.path)
+            with file.path.open("r+b", buffering=0) as handle:
                 for entry in mine:
                     for values, stretches in itertools.chain.from_iterable(map(chunks_of, own[entry.name])):
-                        if entry.name in checked:
-                            _check_unchanged(values, stretches, reading.fileno(), self._carried[entry.name].read)
                         write_chunk(handle.fileno(), entry, values, stretches)
                         num_done += values.nbytes
                         if progress is not None:
                             progress(num_done, num_total)
 
     def sync(self) -> None:
-        """Wait until this rank's share of the files is on the disk, which all ranks must have written. Local.
-
-        What a rank has written is there when all ranks have done so. See ``disk.py``.
-        """
-        for path in sorted(self._unsynced)[self._share]:
+        """Wait until what this rank has written is on the disk. Local."""
+        for path in sorted(self._unsynced):
             sync_file(path)
         self._unsynced.clear()
 
@@ -191,28 +168,3 @@ def _parts_of(carried: Carried, shards: Mapping[str, LocalShard]) -> list[LocalS
             f"tensor {carried.stored!r} is stored as one, and the model has several dtypes for it: {dtypes}"
         )
     return [region.part_of(shards[region.name], carried.shape) for region in carried.regions]
-
-
-def _check_unchanged(values: torch.Tensor, stretches: list[Stretch], source: int, entry: TensorEntry) -> None:
-    """Raise unless every value is zero or what the source's file ``source`` holds in its place, bit for bit.
-
-    Raises:
-        ValueError: a value is neither, or the file has become shorter.
-    """
-    held, itemsize = torch.empty(len(values), dtype=entry.dtype, device="cpu"), entry.dtype.itemsize
-    data = held.view(torch.uint8).numpy().data
-    try:
-        for flat_start, low, high in stretches:
-            read_at(source, data[low * itemsize : high * itemsize], entry.start + flat_start * itemsize)
-    except EOFError as error:
-        raise ValueError(f"the file that {entry.name!r} was read from has been cut off since: {error}") from error
-    written, expected = values.view(torch.uint8), held.to(values.dtype).view(torch.uint8)
-    if torch.equal(written, expected):
-        return
-    is_other = (written != expected).view(len(values), -1).any(dim=1)
-    num_changed = int((is_other & (values.double() != 0)).sum())
-    if num_changed:
-        raise ValueError(
-            f"at least {num_changed} elements of {entry.name!r} are neither zero nor what was read: the model changes "
-            "its weights while it runs, or its user did; those changed on purpose are to be named (updated=...)"
-        )

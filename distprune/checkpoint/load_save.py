@@ -118,11 +118,10 @@ def save(
             raise ValueError(f"where this {type(model).__name__} was loaded from is not known: say source='DIRECTORY'")
         if masked := [name for name, _ in model.named_parameters() if name.endswith("_orig")]:
             raise ValueError(f"{masked[0]!r} has a mask beside it: make zeros of the masks first, by prune.remove")
-        own = [name for name, _ in (*model.named_children(), *model.named_parameters(recurse=False))]
     path = resolve_model(str(known), group=comm)
     read = open_together(comm, path)
     with writing(directory, comm, overwrite=overwrite, inputs=[path]) as staging:
-        save_model(model, read, staging, updated=own, layers=layers, group=comm)
+        save_model(model, read, staging, layers=layers, group=comm)
         with together(comm):
             if tokenizer is not None and comm.rank == 0:
                 tokenizer.save_pretrained(staging)

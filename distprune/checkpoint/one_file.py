@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from distprune.checkpoint.disk import kernel_of, share_to_sync, sync_file
+from distprune.checkpoint.disk import sync_file
 from distprune.checkpoint.hf_directory import WeightFile
 from distprune.checkpoint.new_file import writing_file
 from distprune.checkpoint.output_files import header_of, planned
@@ -33,7 +33,7 @@ def write_together(
     """Write tensors of ``shapes`` to the file ``target``, of which ``parts`` are what this rank has to write.
 
     Its bytes do not depend on the layout. Every rank must call it, and see ``target``. Rounds: those of
-    :func:`writing_file`, 2 of 18 bytes a rank, 2 of 64 bytes, and those of :func:`work_together`, twice.
+    :func:`writing_file`, 2 of 64 bytes, and those of :func:`work_together`.
 
     Raises:
         OSError, ValueError: on every rank, nothing changed: as :func:`writing_file`.
@@ -46,25 +46,19 @@ def write_together(
             ]
             file = planned(staging, whole)
             places = {entry.name: entry for entry in file.tensors}
-            kernel = kernel_of(staging.parent)
-        share = share_to_sync(comm, kernel)
 
         def write() -> None:
             with staging.open("r+b", buffering=0) as handle:
                 for part in parts:
                     for values, stretches in chunks_of(part):
                         write_chunk(handle.fileno(), places[part.name], values, stretches)
-
-        def sync() -> None:
-            for path in [staging][share]:
-                sync_file(path)
+            sync_file(staging)
 
         with together(comm):
             if comm.rank == 0:
                 staging.write_bytes(header_of(file.tensors))
                 os.truncate(staging, file.tensors[-1].stop)
         work_together(comm, write)
-        work_together(comm, sync)
 
 
 def fill_from_file(file: WeightFile, shards: Sequence[LocalShard]) -> None:

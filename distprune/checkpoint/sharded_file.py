@@ -72,19 +72,6 @@ def write_chunk(
         raise OSError(error.errno, f"cannot write {entry.name!r}: {error.strerror}") from error
 
 
-def read_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """Fill ``data`` with what stands at ``offset``. Local.
-
-    Raises:
-        EOFError: the file ends before.
-    """
-    while data:
-        num_read = os.preadv(descriptor, [data], offset)
-        if num_read == 0:
-            raise EOFError(f"the file ends {len(data)} bytes before {offset + len(data)}")
-        data, offset = data[num_read:], offset + num_read
-
-
 def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(descriptor, data, offset)

@@ -29,20 +29,17 @@ BLOCK = "block"  # an item's kind
 class BlockJournal:
     """Writes and reads back the blocks of ``model`` that a walk goes through.
 
-    ``layers``: their indices (``None``: all). ``updates``: whether the walk changes weights that it does not prune.
+    ``layers``: their indices (``None``: all).
 
     Every rank must make one: four rounds of 64 bytes. Weights that are in the folder stay; raises as
     :class:`ModelWriter`.
     """
 
-    def __init__(
-        self, run: Run, unfinished: Unfinished, model: nn.Module, layers: Iterable[int] | None = None, *, updates: bool
-    ) -> None:
+    def __init__(self, run: Run, unfinished: Unfinished, model: nn.Module, layers: Iterable[int] | None = None) -> None:
         self._run, self._unfinished = run, unfinished
         self.writer = ModelWriter(model, run.directory, unfinished.folder, group=run.comm)
         blocks = decoder_blocks(model)
         self.names = [name for name, _ in blocks]  # also of blocks that the walk leaves out
-        self.updated = self.names if updates else []
         self._blocks = [(index, *blocks[index]) for index in (range(len(blocks)) if layers is None else layers)]
         self._numbers = {index: number for number, (index, _, _) in enumerate(self._blocks)}
         self._is_resumed = bool(unfinished.items(BLOCK))
@@ -85,7 +82,7 @@ class BlockJournal:
         entry: dict[str, Any] = {**report.to_dict(), **more}
         with clock(entry["seconds"], "write"):
             with together(run.comm), self._naming(number):
-                self.writer.write([report.name], updated=self.updated)
+                self.writer.write([report.name])
             work_together(run.comm, self._naming(number)(self.writer.sync))
             digest = digest_of(run.comm, self._blocks[number][2])
         # Local from here on: what one rank raises, prune_blocks raises on all.

@@ -165,8 +165,7 @@ def run_finetune_job(
             del model, shards
             after = run.evaluate(written, "after")
             unfinished.begin_result(run.output)
-            parameters = [name for name, _ in written.named_parameters(remove_duplicate=False)]
-            run.save(written, unfinished.result, updated=parameters)
+            run.save(written, unfinished.result)
             method += "" if job.teacher is None else ", distilled from the dense model"
             trained = Trained(
                 method=method,

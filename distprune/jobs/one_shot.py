@@ -155,12 +155,7 @@ def run_one_shot_job(
         expert_memory = fit_memory(run, shape, asked)
         with open_unfinished(run, job) as unfinished:
             samples = calibrated.samples(run, job, unfinished)
-            journal = BlockJournal(
-                run,
-                unfinished,
-                model,
-                updates=updates_weights(job.method, job.targets) or job.permuted_for() is not None,
-            )
+            journal = BlockJournal(run, unfinished, model)
             before = unfinished.recall("before", lambda: run.evaluate(model, "before"))
             shares = unfinished.recall("shares", lambda: _shares(job, run, model, samples))
             pattern = as_pattern(job.pattern, job.sparsity)
@@ -190,7 +185,7 @@ def run_one_shot_job(
             after = run.evaluate(model, "after")
             with clock(run.seconds, "save"), run.reporter.stage("saving", "bytes") as progress:
                 with together(run.comm):
-                    journal.writer.write(written=journal.names, updated=journal.updated, progress=progress)
+                    journal.writer.write(written=journal.names, progress=progress)
                 work_together(run.comm, journal.writer.sync)
             return run.report(unfinished.result, before, after, pruned)
 

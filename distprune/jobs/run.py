@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -137,14 +137,10 @@ class Run:
                 progress=progress,
             )
 
-    def save(
-        self, model: nn.Module, folder: Path, *, updated: Collection[str] = (), layers: Sequence[int] | None = None
-    ) -> None:
+    def save(self, model: nn.Module, folder: Path, *, layers: Sequence[int] | None = None) -> None:
         """Write ``model`` into ``folder``, as :func:`save_model` does. Every rank must call it."""
         with clock(self.seconds, "save"), self.reporter.stage("saving", "bytes") as progress:
-            save_model(
-                model, self.directory, folder, updated=updated, layers=layers, group=self.comm, progress=progress
-            )
+            save_model(model, self.directory, folder, layers=layers, group=self.comm, progress=progress)
 
     def evaluate(self, model: nn.Module, when: str) -> dict[str, Any]:
         """Return the perplexity on each text to evaluate on, and the metrics of each task, as a journal has them."""

@@ -175,8 +175,7 @@ class _Shrinking:
         )
         after = run.evaluate(model, "after")
         unfinished.begin_result(run.output)
-        blocks = [name for name, _ in decoder_blocks(model)]
-        run.save(model, unfinished.result, updated=blocks, layers=layers if len(layers) < num_blocks else None)
+        run.save(model, unfinished.result, layers=layers if len(layers) < num_blocks else None)
         return shrunk, before, after
 
     @property
@@ -268,7 +267,7 @@ class _Shrinking:
         run, model, unfinished = self.run, self.model, self.unfinished
         experts: dict[str, Any] = next((item.value for item in unfinished.items(_EXPERTS)), {})
         num_before = num_units(model, list(sizes.in_walk))
-        journal = BlockJournal(run, unfinished, model, layers, updates=True)
+        journal = BlockJournal(run, unfinished, model, layers)
 
         def on_block(index: int, block: BlockReport, kept: Kept) -> None:
             in_walk = entries_of(kept, num_before).get(block.name, ())

@@ -22,7 +22,6 @@ from typing import Any, TypeAlias
 import torch
 
 from distprune.checkpoint.digest import NUM_WORDS, as_words, new_digest
-from distprune.checkpoint.disk import kernel_of, share_to_sync
 from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry
 from distprune.checkpoint.naming import different_values
 from distprune.checkpoint.output_files import allocate_directory, planned
@@ -169,8 +168,7 @@ class StretchWriter:
     def write(self, first: int, progress: Progress) -> None:
         """Write the stretches from ``first`` on. Every rank must call it.
 
-        Two rounds of 18 bytes a rank; then a round for each, 24 bytes a parameter in it, and the wait for the disk as
-        :func:`work_together`.
+        A round for each, 24 bytes a parameter in it, and the wait for the disk as :func:`work_together`.
 
         Raises:
             OSError: on every rank: the disk is full or not writable, or a file of the source was changed meanwhile.
@@ -180,10 +178,9 @@ class StretchWriter:
         with ExitStack() as opened, ThreadPoolExecutor(1) as syncing, ThreadPoolExecutor(1) as reading:
             with together(self._comm):
                 files = {file.path: opened.enter_context(file.path.open("r+b", buffering=0)) for file in self.files}
-                kernel = kernel_of(self._unfinished.folder)
                 for pool in (syncing, reading):  # each starts its thread now, where all hear of it if it cannot
                     pool.submit(int)
-            disk = _Disk(self._unfinished, files, share_to_sync(self._comm, kernel), syncing)
+            disk = _Disk(self._unfinished, files, syncing)
             every = opened.enter_context(_mapping())
             # A system lets one thread at a time write to a file, and may have the others spin until then.
             turns = {path: Lock() for path in files}
@@ -301,23 +298,21 @@ class StretchWriter:
 class _Disk:
     """Stretch n is synced while n + 1 is written, and recorded while n + 2 is: all ranks have it on the disk by then.
 
-    ``share``: which of some files this rank syncs. Where ``unfinished`` does not sync files nothing waits for the disk.
+    Every rank syncs all files of a stretch. Where ``unfinished`` does not sync files nothing waits for the disk.
     """
 
-    def __init__(
-        self, unfinished: Unfinished, files: Mapping[Path, FileIO], share: slice, thread: ThreadPoolExecutor
-    ) -> None:
-        self._unfinished, self._files, self._share, self._thread = unfinished, files, share, thread
+    def __init__(self, unfinished: Unfinished, files: Mapping[Path, FileIO], thread: ThreadPoolExecutor) -> None:
+        self._unfinished, self._files, self._thread = unfinished, files, thread
         self._unsynced = {*files}  # since this job has begun
         self._written: list[tuple[Item, list[Future[None]]]] = []  # which every rank has written
         self._recorded: list[Future[None]] = []
 
     def _sync(self, paths: set[Path]) -> list[Future[None]]:
-        """Begin to sync this rank's share of files to which every rank has written. Local."""
+        """Begin to sync files to which every rank has written. Local."""
         self._unsynced -= paths
         if not self._unfinished.sync_files:
             return []
-        return [self._thread.submit(os.fsync, self._files[path].fileno()) for path in sorted(paths)[self._share]]
+        return [self._thread.submit(os.fsync, self._files[path].fileno()) for path in sorted(paths)]
 
     def record(self, item: Item, paths: set[Path]) -> None:
         """Note that every rank has written a stretch, into the files ``paths``, once they are synced.
