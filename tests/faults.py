@@ -27,9 +27,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 import distprune
-from distprune.collectives import known as known_to_ranks, slow
-from distprune.oneshot import moved_rows
-from distprune.pruning import agreement
+from distprune.collectives import slow
 from distprune.shards import layouts
 from tests.worlds import run_threads
 
@@ -261,8 +259,6 @@ class _Run:
 def _run(num_ranks: int, call: Callable[[int], Callable[[], Any]], traced: int, target: Place | None) -> _Run:
     ranks, tracers = _Ranks(num_ranks), []
     layouts._places.clear()  # what calls keep for later ones is found anew in each
-    for known in (agreement._settled, known_to_ranks._told, moved_rows._plans):
-        known.clear()
 
     def on_rank(rank: int) -> Any:
         _rank.number = rank

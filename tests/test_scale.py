@@ -15,7 +15,6 @@ from torch.distributed.tensor import Shard
 
 import distprune as prune
 from distprune.collectives.base import Traffic
-from distprune.oneshot import moved_rows
 from distprune.patterns import cut_units
 from distprune.shards import fsdp2
 from distprune.shards.fsdp2 import Managed
@@ -150,7 +149,6 @@ def test_a_one_shot_block_of_a_thousand_ranks(num_experts: int, how: str) -> Non
     """No rank works on, or hears of, what concerns others alone; behind the first block it is known who holds what."""
     a_layer, a_rank = MOST_BYTES_OF_BLOCK[how]
     num_layers = 4 + 2 * num_experts if num_experts else 7
-    moved_rows._plans.clear()
     later = {}
     for size in (8, 64, 1024):
         with fake_group(size) as comm:

@@ -15,7 +15,7 @@ from distprune.calibration.listening import first_layers, listening
 from distprune.calibration.walk import Walk
 from distprune.collectives.agree import max_together
 from distprune.collectives.base import Communicator
-from distprune.collectives.known import told_by_all
+from distprune.collectives.told_by_all import told_by_all
 from distprune.models.linear_layers import LinearLayer
 
 

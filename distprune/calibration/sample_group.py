@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from distprune.collectives.base import Communicator, out_of_step
-from distprune.collectives.known import told_by_all
 from distprune.collectives.tensors import gather_features
+from distprune.collectives.told_by_all import told_by_all
 from distprune.models.weights import expert_weights
 from distprune.shards.fsdp2 import Fsdp2Params
 from distprune.shards.layouts import local_of

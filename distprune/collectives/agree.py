@@ -21,23 +21,12 @@ from distprune.collectives.base import Communicator, as_raised, as_told, cannot_
 from distprune.mistakes import called_from_outside, tell_trace, trace_of
 
 _Fill: TypeAlias = Callable[[torch.Tensor], object]
+_Reduce: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 # An error crosses ranks as its type's name and text, and is raised there as the same built-in type.
 _CARRIED: tuple[type[Exception], ...] = (
-    NotImplementedError,
-    FileExistsError,
-    FileNotFoundError,
-    PermissionError,
-    ValueError,
-    TypeError,
-    AssertionError,
-    AttributeError,
-    IndexError,
-    MemoryError,
-    OSError,
-    ModuleNotFoundError,
-    ImportError,
-    RuntimeError,
+    *(NotImplementedError, FileExistsError, FileNotFoundError, PermissionError, ValueError, TypeError, AssertionError),
+    *(AttributeError, IndexError, MemoryError, OSError, ModuleNotFoundError, ImportError, RuntimeError),
 )
 _NUM_DIGEST_WORDS = 3  # of 63 bits
 _WORD = 8  # bytes
@@ -137,7 +126,13 @@ def agree(comm: Communicator, facts: Mapping[str, Any], error: Exception | None 
     message names what differs and on which ranks. An ``error`` is raised again where it arose and, as
     the same built-in type naming the rank, everywhere else.
     """
-    if not same_everywhere(comm, facts, error)[0]:
+
+    def stated() -> Mapping[str, Any]:
+        if error is not None:
+            raise error
+        return facts
+
+    if not same_everywhere(comm, stated)[0]:
         check_facts(comm, facts)
 
 
@@ -147,7 +142,7 @@ def check_facts(comm: Communicator, facts: Mapping[str, Any]) -> None:
     Every rank must call it where :func:`same_everywhere` said no, wherever a rank then is: one round of 64 bytes, and
     two more where facts differ.
     """
-    if same_everywhere(comm, facts)[0]:
+    if same_everywhere(comm, lambda: facts)[0]:
         return
     gathered = comm.gather([called_from_outside(), {key: _short(value) for key, value in facts.items()}])
     if functions := _differences([{"": name} for name, _ in gathered]):
@@ -156,18 +151,19 @@ def check_facts(comm: Communicator, facts: Mapping[str, Any]) -> None:
     raise ValueError("ranks were called with different arguments: " + " | ".join(different))
 
 
-def same_everywhere(comm: Communicator, value: Any, error: Exception | None = None, drawn: int = 0) -> tuple[bool, int]:
-    """Return whether all ranks passed the same ``value``, and the first rank's ``drawn`` (0 <= drawn < 2**63).
+def same_everywhere(
+    comm: Communicator, make: Callable[[], Any], draw: Callable[[], int] = lambda: 0
+) -> tuple[bool, int]:
+    """Return whether all ranks' ``make`` return the same value, and what the first rank's ``draw`` does, in [0, 2**63).
 
-    All ranks must call it; one round of 64 bytes, whatever the value's size. An ``error`` of one is raised on all.
+    All ranks must call it; one round of 64 bytes, whatever the value's size. Neither of the two may communicate; what
+    they raise on one rank is raised on all.
     """
 
     def fill(words: torch.Tensor) -> None:
-        if error is not None:
-            raise error
-        digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
+        digest = hashlib.sha256(json.dumps(make(), sort_keys=True).encode()).digest()
         own = torch.frombuffer(bytearray(digest), dtype=torch.int64)[:_NUM_DIGEST_WORDS] >> 1
-        words[1:] = torch.cat([own, -own])
+        words[1:], drawn = torch.cat([own, -own]), draw()
         words[0] = drawn if comm.rank == 0 else 0
 
     words = max_together(comm, (1 + 2 * _NUM_DIGEST_WORDS,), fill)
@@ -195,11 +191,7 @@ def together(comm: Communicator, **facts: Any) -> Iterator[None]:
 
 
 def _reduce_together(
-    comm: Communicator,
-    reduce: Callable[[torch.Tensor], torch.Tensor],
-    shape: Sequence[int],
-    fill: _Fill,
-    dtype: torch.dtype,
+    comm: Communicator, reduce: _Reduce, shape: Sequence[int], fill: _Fill, dtype: torch.dtype
 ) -> torch.Tensor:
     message = torch.zeros(math.prod(shape) + 1, dtype=dtype, device="cpu")
     error: Exception | None = None

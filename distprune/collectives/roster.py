@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 
 from distprune.collectives.base import Communicator
-from distprune.collectives.known import each_different
+from distprune.collectives.told_by_all import each_different
 
 
 @dataclass(frozen=True)
@@ -101,49 +101,49 @@ def roster_of_all(comm: Communicator, members: Sequence[Member]) -> Roster:
 
 def _merge(lists: Sequence[tuple[Sequence[int], Sequence[Member]]]) -> Roster:
     """Merge different lists, each with the ranks that have it, ascending."""
-    known: dict[str, tuple[Member, int]] = {}
-    num_holders: Counter[str] = Counter()
-    lists_with: dict[str, list[int]] = {}
-    unknown: set[str] = set()  # members that ranks state different layouts of, or none
+    stated: dict[str, list[tuple[int, Member]]] = {}  # by the numbers of the lists
     for i, (ranks, members) in enumerate(lists):
-        rank = ranks[0]
-        for member in members:
-            first, holder = known.setdefault(member.name, (member, rank))
-            if dataclasses.replace(first, evidence=member.evidence) == member != first:
-                raise ValueError(
-                    f"the evidence of {member.name!r} that was given whole differs between ranks {holder} and {rank}; "
-                    "give the same on every rank, or each its part as a DTensor"
-                )
-            if first != member:
-                raise ValueError(
-                    f"ranks disagree on parameter {member.name!r}: {_describe(first)} on rank {holder}, "
-                    f"{_describe(member)} on rank {rank}; ranks of one group must work on one model"
-                )
-            if member.layout is None or member.layout != first.layout:
-                unknown.add(member.name)
-            num_holders[member.name] += len(ranks)
-            lists_with.setdefault(member.name, []).append(i)
         if len({member.name for member in members}) != len(members):
-            counted = Counter(member.name for member in members)
-            twice = next(name for name, count in counted.items() if count > 1)
-            raise ValueError(f"rank {rank} lists parameter {twice!r} twice; give every parameter once")
+            twice = Counter(member.name for member in members).most_common(1)[0][0]
+            raise ValueError(f"rank {ranks[0]} lists parameter {twice!r} twice; give every parameter once")
+        for member in members:
+            before = stated.setdefault(member.name, [])
+            before.append((i, member))
+            if member != before[0][1]:
+                raise _disagreement(*((lists[number][0][0], of_rank) for number, of_rank in (before[0], before[-1])))
     names = [[member.name for member in members] for _, members in lists]
     order = names[0] if len(names) == 1 else _merged_order(names)
-
-    def num_copies(name: str) -> int | None:
-        layout, num = known[name][0].layout, num_holders[name]
-        if layout is None or name in unknown or layout.num_ranks not in (None, num):
-            return None
-        return num if layout.num_ranks is None else layout.num_copies
-
+    num_holders = {name: sum(len(lists[i][0]) for i, _ in of_lists) for name, of_lists in stated.items()}
     return Roster(
-        tuple(known[name][0] for name in order),
-        tuple(known[name][1] for name in order),
+        tuple(stated[name][0][1] for name in order),
+        tuple(lists[stated[name][0][0]][0][0] for name in order),
         tuple(num_holders[name] for name in order),
-        tuple(num_copies(name) for name in order),
+        tuple(_num_copies([member.layout for _, member in stated[name]], num_holders[name]) for name in order),
         tuple(tuple(ranks) for ranks, _ in lists),
-        tuple(tuple(lists_with[name]) for name in order),
+        tuple(tuple(i for i, _ in stated[name]) for name in order),
     )
+
+
+def _disagreement(one: tuple[int, Member], two: tuple[int, Member]) -> ValueError:
+    (rank, member), (other_rank, other) = one, two
+    if dataclasses.replace(member, evidence=other.evidence) == other:
+        return ValueError(
+            f"the evidence of {member.name!r} that was given whole differs between ranks {rank} and {other_rank}; "
+            "give the same on every rank, or each its part as a DTensor"
+        )
+    shown = [f"{of_rank.dtype} {list(of_rank.global_shape)}" for of_rank in (member, other)]
+    return ValueError(
+        f"ranks disagree on parameter {member.name!r}: {shown[0]} on rank {rank}, {shown[1]} on rank {other_rank}; "
+        "ranks of one group must work on one model"
+    )
+
+
+def _num_copies(layouts: Sequence[Layout | None], num_holders: int) -> int | None:
+    """Return how many ranks hold the same elements; ``None``: holders do not all state the same layout."""
+    layout = layouts[0]
+    if layout is None or any(other != layout for other in layouts) or layout.num_ranks not in (None, num_holders):
+        return None
+    return num_holders if layout.num_ranks is None else layout.num_copies
 
 
 def _merged_order(lists: list[list[str]]) -> list[str]:
@@ -173,7 +173,3 @@ def _merged_order(lists: list[list[str]]) -> list[str]:
 def natural_order(name: str) -> list[tuple[int, str]]:
     """Return a sort key that reads numbers as numbers: ``layers.2`` before ``layers.10``."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", name)]
-
-
-def _describe(member: Member) -> str:
-    return f"{member.dtype} {list(member.global_shape)}"

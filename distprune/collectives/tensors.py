@@ -96,24 +96,6 @@ def gather_features(comm: Communicator, group: dist.ProcessGroup, local: torch.T
     return joined.to(local.device).view(local.dtype)[:, :num_in]
 
 
-def gather_pairwise(group: dist.ProcessGroup, wholes: Sequence[torch.Tensor]) -> None:
-    """In-place all-gather. Each tensor has one equal segment per rank; this rank has filled its own.
-
-    The tensors are contiguous and 1-D. Every rank of ``group``, which must be gloo's, must call it with equally many,
-    of equal sizes. Each rank sends its segment of each tensor to every other rank, all at once: half the time of gloo's
-    all-gather, for tensors of some MB.
-    """
-    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    segments = [whole.chunk(num_ranks) for whole in wholes if whole.numel()]
-    others = [other for other in range(num_ranks) if other != rank]
-    with communicating():
-        under_way = [dist.irecv(of[other], group=group, group_src=other) for other in others for of in segments]
-        under_way += [dist.isend(of[rank], group=group, group_dst=other) for other in others for of in segments]
-        for message in under_way:
-            if message is not None:
-                message.wait()
-
-
 def lookup_rows(
     comm: Communicator, group: dist.ProcessGroup, local: torch.Tensor, num_rows: int, indices: torch.Tensor
 ) -> torch.Tensor:

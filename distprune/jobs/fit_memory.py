@@ -12,7 +12,7 @@ from distprune.calibration.available import available_bytes
 from distprune.calibration.own_words import writing_bytes
 from distprune.collectives.agree import max_together, together
 from distprune.collectives.base import Communicator
-from distprune.collectives.known import told_by_all
+from distprune.collectives.told_by_all import told_by_all
 from distprune.jobs.run import Run
 from distprune.oneshot.memory_plan import MemoryPlan, fitted
 from distprune.oneshot.room import SURE, gibibytes, largest_parts, ways_out

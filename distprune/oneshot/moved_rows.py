@@ -6,16 +6,17 @@ hears of, what others hold of layers that are not its own. And they hold it of e
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 
-from distprune.collectives.agree import sum_together, swap_known, swap_unknown, together
+from distprune.collectives.agree import same_everywhere, sum_together, swap_known, swap_unknown, together
 from distprune.collectives.base import Communicator, as_told
-from distprune.collectives.known import Known, digest_of
 from distprune.collectives.tensors import as_bytes, from_bytes
 from distprune.oneshot.rows import Rows
 from distprune.shards.device import fetched, sent
@@ -39,7 +40,18 @@ class _Plan:
     of_others: Mapping[int, Sequence[_HeldRows]]
 
 
-_plans: Known[_Plan] = Known()
+@dataclass
+class _Plans:
+    """The plans that the ranks of one group have found so far, in the order in which all of them did.
+
+    ``number_of``: the last one for what this rank held then.
+    """
+
+    plans: list[_Plan] = field(default_factory=list)
+    number_of: dict[str, int] = field(default_factory=dict)
+
+
+_plans: WeakKeyDictionary[Communicator, _Plans] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -86,9 +98,7 @@ def move_rows(comm: Communicator, rows: Mapping[str, Rows], owner: Mapping[str, 
     layer, 8 a rank, about 20 for each layer of which this rank holds rows, and 64.
     """
     before, owners = [rows[name] for name in owner], list(owner.values())
-    plan = _plans.of(
-        comm, lambda: [owners, [[of.runs, of.owned] for of in before]], lambda *_: _who_holds_what(comm, before, owners)
-    )
+    plan = _plan_of(comm, before, owners)
     going = {to: [part for part in parts if part.goes] for to, parts in plan.held.items()}
     coming = {rank: [part for part in parts if part.goes] for rank, parts in plan.of_others.items()}
     arriving = {part.layer for parts in coming.values() for part in parts}
@@ -115,6 +125,25 @@ def move_rows(comm: Communicator, rows: Mapping[str, Rows], owner: Mapping[str, 
     return MovedRows({**rows, **dict(zip(owner, now, strict=True))}, error, comm, before, now, plan)
 
 
+def _plan_of(comm: Communicator, rows: Sequence[Rows], owners: Sequence[int]) -> _Plan:
+    """Return the plan of ``rows``; it is found once. Every rank must call it: a round of 64 bytes, and four for that.
+
+    Ranks that all name one number took part in finding that plan, and hold what they held then.
+    """
+    known, texts = _plans.setdefault(comm, _Plans()), list[str]()
+
+    def number() -> int | None:
+        texts.append(repr((owners, [(part.runs, part.owned) for part in rows])))
+        return known.number_of.get(texts[0])
+
+    is_same = same_everywhere(comm, number)[0]
+    if not is_same or texts[0] not in known.number_of:
+        plan = _who_holds_what(comm, rows, owners)
+        known.number_of[texts[0]] = len(known.plans)
+        known.plans.append(plan)
+    return known.plans[known.number_of[texts[0]]]
+
+
 def _who_holds_what(comm: Communicator, rows: Sequence[Rows], owners: Sequence[int]) -> _Plan:
     """Find out the plan of ``rows``, by the layers' numbers. Every rank must call it: four rounds."""
     at_owner: list[int] = []  # of each layer, a digest of which rows its owner holds
@@ -124,7 +153,7 @@ def _who_holds_what(comm: Communicator, rows: Sequence[Rows], owners: Sequence[i
         of_owner[to].append(layer)
 
     def tell(words: torch.Tensor) -> None:
-        at_owner.extend(int(digest_of(of.runs)[:15], 16) for of in rows)
+        at_owner.extend(_digest_of(part.runs) for part in rows)
         own = [digest if to == comm.rank else 0 for digest, to in zip(at_owner, owners, strict=True)]
         words.copy_(torch.tensor(own, dtype=torch.int64, device="cpu"))
 
@@ -151,6 +180,10 @@ def _who_holds_what(comm: Communicator, rows: Sequence[Rows], owners: Sequence[i
                     for number, runs, goes in json.loads(bytes(piece.numpy()))
                 ]
     return _Plan(held, of_others)
+
+
+def _digest_of(runs: Runs) -> int:
+    return int.from_bytes(hashlib.sha256(repr(runs).encode()).digest()[:7], "little")
 
 
 def _sizes(comm: Communicator, rows: Sequence[Rows], parts: Mapping[int, Sequence[_HeldRows]]) -> list[int]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import nn
 
 from distprune.collectives.agree import check_facts, same_everywhere, sum_together
-from distprune.collectives.base import Communicator, as_told
-from distprune.collectives.known import Known, digest_of, new_word
+from distprune.collectives.base import Communicator
 from distprune.collectives.roster import Member, Roster, roster_of_all, roster_of_one
 from distprune.hints import near_names
 from distprune.models.find_shards import Found, NamePattern, find_shards
@@ -25,20 +25,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Agreed:
-    """What the ranks agreed on. ``patterns``: name patterns, each with its number of matches over all ranks.
+    """What the ranks agreed on. ``found``: by this rank; its name patterns with their matches over all ranks.
 
-    ``num_parameters``: of the whole model, where all ranks have all of it or parts of each parameter. ``names``: of all
-    parameters of this rank's model.
+    ``num_parameters``: of the whole model, where all ranks have all of it or parts of each parameter.
     """
 
     comm: Communicator
     roster: Roster
-    patterns: list[tuple[NamePattern, int]]
     score: Score
+    found: Found
     num_parameters: int | None
-    _shards: Sequence[LocalShard]
-    names: Mapping[str, str] = field(default_factory=dict)
-    left_out: Mapping[str, str] = field(default_factory=dict)
 
     def check_found(self) -> None:
         """Check that every name pattern matches something, and that there is something to prune. Local.
@@ -46,21 +42,22 @@ class Agreed:
         Raises:
             ValueError: on every rank: it does not.
         """
-        for pattern, num in self.patterns:
+        names, left_out = self.found.names, self.found.left_out
+        for pattern, num in self.found.patterns:
             if num == 0:
-                near = f"; {near_names(pattern, [*self.names])}" if isinstance(pattern, str) and self.names else ""
+                near = f"; {near_names(pattern, [*names])}" if isinstance(pattern, str) and names else ""
                 raise ValueError(f"the pattern {_shown(pattern)} matches no parameter of the model{near}")
         if not self.roster.members:
-            why = f" ({'; '.join(f'{name!r} is {why}' for name, why in [*self.left_out.items()][:3])})"
-            raise ValueError(f"there is no parameter to prune; name some with include{why if self.left_out else ''}")
+            why = f" ({'; '.join(f'{name!r} is {why}' for name, why in [*left_out.items()][:3])})" if left_out else ""
+            raise ValueError(f"there is no parameter to prune; name some with include{why}")
 
     def shards(self) -> list[LocalShard]:
         """Return this rank's shards, with their owners settled. No communication."""
-        place, comm = self.roster.index(), self.comm
+        place, comm, roster = self.roster.index(), self.comm, self.roster
         own_rank = comm.global_rank(comm.rank)
         return [
-            shard.owned_by(own_rank, comm.global_rank(self.roster.first_holder[i]), self.roster.num_holders[i])
-            for shard, i in ((shard, place[shard.name]) for shard in self._shards)
+            shard.owned_by(own_rank, comm.global_rank(roster.first_holder[i]), roster.num_holders[i])
+            for shard, i in ((shard, place[shard.name]) for shard in self.found.shards)
         ]
 
 
@@ -70,9 +67,9 @@ def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T
     ``look`` is local. It returns this rank's parameters, the facts that all ranks must state alike, the score, and
     anything else, which is returned as it is.
 
-    One round of 64 bytes if all ranks hold the same parameters, or those of an earlier call. If not (pipeline stages),
-    up to four more: the matches are summed, and each different list of parameters is sent once. Then a rank without
-    decoder blocks prunes nothing by default if another rank has some, because the default follows from the whole model.
+    One round of 64 bytes if all ranks hold the same parameters. If not (pipeline stages), four more: the matches are
+    summed, and each different list of parameters is sent once. Then a rank without decoder blocks prunes nothing by
+    default if another rank has some, because the default follows from the whole model.
 
     A score that needs a seed gets one from torch's default generator. Every rank draws, so that equal generators stay
     equal; the first rank's seed is used.
@@ -81,66 +78,40 @@ def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T
         Exception: what ``look`` raised, and elsewhere the same built-in type, naming the rank.
         ValueError: on every rank: facts differ, or the lists of parameters do not fit together.
     """
-    looked, statement, settled, key, drawn, error = None, None, None, "", 0, None
+    looked: list[tuple[Found, Facts, Score, T]] = []
     members: list[Member] = []
-    try:
-        looked = look()
-        found, facts, score, _ = looked
-        members = [
-            Member(shard.name, shard.shape, str(shard.local.dtype), shard.layout, found.evidence.get(shard.name, 0))
-            for shard in found.shards
-        ]
-        described = [[m.name, m.global_shape, m.dtype, m.layout and m.layout.name, m.evidence] for m in members]
-        counts = [*(num for _, num in found.patterns), found.num_parameters]
-        key = digest_of([comm.size, counts, _lacks_blocks(found), described])
-        stated, settled = _settled.look_up(comm, key)
-        statement = [facts, stated]
-        drawn = int(torch.randint(1 << 62, (), device="cpu")) if score.needs_seed else 0
-    except BaseException as caught:
-        error = as_told(caught)
-    all_same, drawn = same_everywhere(comm, statement, error, drawn)
-    assert looked is not None  # else all have raised
-    found, facts, score, rest = looked
-    if not all_same:
-        check_facts(comm, facts)
-        settled = _settle(comm, found, members)
-    elif settled is None:
-        settled = (
-            key,
-            _Settled(
-                roster_of_one(comm, members), [num for _, num in found.patterns], num_parameters=found.num_parameters
-            ),
+
+    def stated() -> object:
+        looked.append(look())
+        found, facts, _, _ = looked[0]
+        for shard in found.shards:
+            evidence = found.evidence.get(shard.name, 0)
+            members.append(Member(shard.name, shard.shape, str(shard.local.dtype), shard.layout, evidence))
+        lists = [[m.name, m.global_shape, m.dtype, m.layout and m.layout.name, m.evidence] for m in members]
+        num_matches = [num for _, num in found.patterns]
+        return [facts, num_matches, found.num_parameters, _lacks_blocks(found), lists]
+
+    def draw() -> int:
+        return int(torch.randint(1 << 62, (), device="cpu")) if looked[0][2].needs_seed else 0
+
+    all_same, drawn = same_everywhere(comm, stated, draw)
+    found, facts, score, rest = looked[0]
+    score = score.seeded(drawn) if score.needs_seed else score
+    if all_same:
+        return Agreed(comm, roster_of_one(comm, members), score, found, found.num_parameters), rest
+    check_facts(comm, facts)
+
+    def count(words: torch.Tensor) -> None:
+        words.copy_(
+            torch.tensor([*(num for _, num in found.patterns), found.has_blocks], dtype=torch.int64, device="cpu")
         )
-    of_all = _settled.keep(comm, key, settled)
-    patterns = [(pattern, num) for (pattern, _), num in zip(found.patterns, of_all.num_matches, strict=True)]
-    seeded = score.seeded(drawn) if score.needs_seed else score
-    shards = [] if of_all.leaves_out else found.shards
-    agreed = Agreed(comm, of_all.roster, patterns, seeded, of_all.num_parameters, shards, found.names, found.left_out)
-    return agreed, rest
 
-
-@dataclass(frozen=True)
-class _Settled:
-    """``leaves_out``: this rank prunes nothing by default, because it has no decoder blocks."""
-
-    roster: Roster
-    num_matches: list[int]
-    leaves_out: bool = False
-    num_parameters: int | None = None
-
-
-_settled: Known[_Settled] = Known(16)  # models and arguments; a roster takes some 200 bytes a parameter
-
-
-def _settle(comm: Communicator, found: Found, members: Sequence[Member]) -> tuple[str, _Settled]:
-    """Put together what different ranks found. Every rank must call it: three rounds."""
-    mine = [*(num for _, num in found.patterns), int(found.has_blocks), new_word() if comm.rank == 0 else 0]
-    *num_matches, num_with_blocks, word = sum_together(
-        comm, (len(mine),), lambda words: words.copy_(torch.tensor(mine, dtype=torch.int64, device="cpu"))
-    ).tolist()
+    *num_matches, num_with_blocks = sum_together(comm, (len(found.patterns) + 1,), count).tolist()
     leaves_out = _lacks_blocks(found) and num_with_blocks > 0
     roster = roster_of_all(comm, [] if leaves_out else members)
-    return str(word), _Settled(roster, num_matches, leaves_out)
+    patterns = [(pattern, num) for (pattern, _), num in zip(found.patterns, num_matches, strict=True)]
+    found = dataclasses.replace(found, patterns=patterns, shards=[] if leaves_out else found.shards)
+    return Agreed(comm, roster, score, found, None), rest
 
 
 def _lacks_blocks(found: Found) -> bool:

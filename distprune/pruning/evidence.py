@@ -51,11 +51,11 @@ def check_names(given: GivenEvidence, agreed: Agreed) -> None:
     Raises:
         ValueError: a key names none.
     """
-    known = {*agreed.names.values(), *agreed.roster.index()}
+    known = {*agreed.found.names.values(), *agreed.roster.index()}
     for kind, of_parameters in given.items():
         for name in of_parameters:
             if name not in known and agreed.num_parameters is not None:
-                near = near_names(name, [*agreed.names])
+                near = near_names(name, [*agreed.found.names])
                 raise ValueError(f"evidence {kind!r} names {name!r}, which is no parameter of the model; {near}")
 
 

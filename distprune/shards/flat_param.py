@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from distprune.shards.geometry import Geometry
 from distprune.shards.local_shard import LocalShard, Ownership
-from distprune.shards.torch_private import FSDP1, private
+from distprune.shards.torch_private import private
 
 _reshard = private("torch.distributed.fsdp._runtime_utils", "_reshard")
 
@@ -32,19 +32,12 @@ def find_flat_parts(model: nn.Module) -> dict[int, dict[str, LocalShard]]:
 
     The geometry of a part is in the flattened parameter. Flat parameters that are still unsharded after a forward are
     resharded first.
-
-    Raises:
-        NotImplementedError: there is an FSDP1 module, and this torch names its parts differently.
     """
     parts: dict[int, dict[str, LocalShard]] = {}
     for wrapped in model.modules():
-        if not isinstance(wrapped, FullyShardedDataParallel):
-            continue
-        FSDP1.check(wrapped)
-        if wrapped._handle is None:
+        if not isinstance(wrapped, FullyShardedDataParallel) or wrapped._handle is None:
             continue
         handle: Any = wrapped._handle
-        FSDP1.check(handle, handle.flat_param)
         flat: Any = handle.flat_param
         is_sharded = handle.uses_sharded_strategy
         reshard = partial(_reshard_if_ready, wrapped, handle) if is_sharded else None

@@ -3,16 +3,12 @@
 Nouns are torch's (``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``): the *sharded parameter* is
 the DTensor an optimizer holds, the *sharded data* its padded local values, from which every all-gather
 is filled.
-
-Where torch has moved a private name, what needs one of a module that FSDP2 manages raises an error; importing this
-file does not.
 """
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -21,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from distprune.shards.torch_private import FSDP2, FSDPState, private
+from distprune.shards.torch_private import FSDPState, private
 
 _module_state_mapping = private("torch.distributed._composable_state", "_module_state_mapping")
 
@@ -60,17 +56,7 @@ class Managed:
         return cast(DTensor, self.param.sharded_param)
 
 
-def _instances_of(cls: type[Any]) -> Iterator[nn.Module]:
-    """Yield all modules of classes below ``cls``, each by what refers to its class.
-
-    ``gc.get_objects`` would hold a reference to everything: then a tuple that another thread is building breaks.
-    """
-    for subclass in cls.__subclasses__():
-        yield from (thing for thing in gc.get_referrers(subclass) if type(thing) is subclass)
-        yield from _instances_of(subclass)
-
-
-# Where the parameters of a module were found last: looking for one of them is not looking through all.
+# What FSDP2 manages in a module, as it was found last: looking for one parameter is not looking through all.
 _Reference: TypeAlias = "weakref.ReferenceType[Any]"
 _found_last: weakref.WeakKeyDictionary[nn.Module, list[tuple[_Reference, _Reference]]] = weakref.WeakKeyDictionary()
 
@@ -82,44 +68,19 @@ class Fsdp2Params:
     """
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, str], Managed] | None = None
-        self._unknown: set[int] = set()  # of modules
-        self._error: NotImplementedError | None = None
+        self._has_looked = False
 
     def find(self, module: nn.Module, name: str) -> Managed | None:
-        """Return what FSDP2 manages under ``name`` in ``module``, if it does.
-
-        Raises:
-            NotImplementedError: it does, but this torch names its parts differently.
-        """
+        """Return what FSDP2 manages under ``name`` in ``module``, if it does."""
         for of_param, of_group in _found_last.get(module, ()):
             param, group = of_param(), of_group()
-            if param is not None and group is not None and (id(module), name) in _places_of(param):
+            if param is not None and group is not None and (module, name) in _places_of(param):
                 return Managed(param, group)
-        if self._found is None:
-            self._found = self._find_all()
-        if self._error is not None and id(module) in self._unknown:
-            raise self._error
-        return self._found.get((id(module), name))
-
-    def _find_all(self) -> dict[tuple[int, str], Managed]:
-        found: dict[tuple[int, str], Managed] = {}
-        by_module: dict[nn.Module, list[tuple[_Reference, _Reference]]] = {}
-        try:
-            FSDP2.check()
-            for reference in _all_states():
-                state = reference()
-                for managed in _managed_by(state) if isinstance(state, FSDPState) else ():
-                    found.update(dict.fromkeys(_places_of(managed.param), managed))
-                    info = managed.param._module_info
-                    for module in {info.module, *info.shared_modules}:
-                        references = weakref.ref(managed.param), weakref.ref(managed.group)
-                        by_module.setdefault(module, []).append(references)
-        except NotImplementedError as error:
-            self._error = error
-            self._unknown.update(id(part) for module in _instances_of(FSDPModule) for part in module.modules())
-        _found_last.update(by_module)
-        return found
+        if self._has_looked:
+            return None
+        self._has_looked = True
+        _look_for_all()
+        return self.find(module, name)
 
     def release(self, module: nn.Module, name: str) -> Managed | None:
         """Put what FSDP2 manages under ``name`` in ``module`` back to its shards, and return it. No communication."""
@@ -129,6 +90,17 @@ class Fsdp2Params:
         return managed
 
 
+def _look_for_all() -> None:
+    by_module: dict[nn.Module, list[tuple[_Reference, _Reference]]] = {}
+    for reference in _all_states():
+        state = reference()
+        for managed in _managed_by(state) if isinstance(state, FSDPState) else ():
+            references = weakref.ref(managed.param), weakref.ref(managed.group)
+            for module in {module for module, _ in _places_of(managed.param)}:
+                by_module.setdefault(module, []).append(references)
+    _found_last.update(by_module)
+
+
 def own_params(module: nn.Module) -> list[Managed]:
     """Return what FSDP2 gathers before the forward of ``module`` itself; nothing if it does not manage it."""
     state = state_of(module)
@@ -136,27 +108,15 @@ def own_params(module: nn.Module) -> list[Managed]:
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
-    """Return what FSDP2 knows of ``module`` itself, or ``None``. Local.
-
-    Raises:
-        NotImplementedError: it manages the module, but this torch names its parts differently.
-    """
-    if not isinstance(module, FSDPModule):
-        return None
-    FSDP2.check(module)
-    return module._get_fsdp_state()
+    """Return what FSDP2 knows of ``module`` itself, or ``None``. Local."""
+    return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
 
 
 def groups_of(state: Any) -> list[Any]:
-    """Return the parameter groups of ``state``, whose names have been checked. Local."""
-    FSDP2.check(state, state._state_ctx)
+    """Return the parameter groups of ``state``. Local."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch 2.11 knows one at most
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-    for group in groups:
-        FSDP2.check(group)
-        for param in group.fsdp_params[:1]:
-            FSDP2.check(param, param._module_info, param.sharded_param)
     return list(groups)
 
 
@@ -166,11 +126,10 @@ def forget_places(modules: Iterable[nn.Module]) -> None:
         _found_last.pop(module, None)
 
 
-def _places_of(param: Any) -> list[tuple[int, str]]:
-    """Return (id of the module, name in it) of an FSDPParam, everywhere it is."""
+def _places_of(param: Any) -> list[tuple[nn.Module, str]]:
+    """Return (module, name in it) of an FSDPParam, everywhere it is."""
     info = param._module_info
-    places = [(id(info.module), info.param_name)]
-    return places + [(id(of), name) for of, name in zip(info.shared_modules, info.shared_param_names, strict=True)]
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
 
 
 def _all_states() -> list[weakref.ReferenceType[Any]]:

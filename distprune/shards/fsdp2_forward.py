@@ -9,18 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from distprune.collectives.tensors import gather_pairwise
 from distprune.shards.fsdp2 import groups_of, state_of
 from distprune.shards.torch_private import private
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard."
-_DefaultAllGather = private(_FSDP2 + "_fsdp_collectives", "DefaultAllGather")
-_FSDPMeshInfo = private(_FSDP2 + "_fsdp_common", "FSDPMeshInfo")
 _TrainingState = private(_FSDP2 + "_fsdp_common", "TrainingState")
 
 
@@ -62,8 +57,7 @@ def kept_gathered(module: nn.Module, *, gradients: bool = False) -> Iterator[Non
 
     With ``gradients``, passes backward may follow, for gradients of what is gathered: FSDP2 reduces none of them.
 
-    FSDP2 must know its roots (:func:`take_roots`). Over gloo, unless the user said how, all of it is gathered at
-    once by messages from rank to rank: half as long as FSDP2 takes, and half its memory. Every rank must call it.
+    FSDP2 must know its roots (:func:`take_roots`). Every rank must call it.
     """
     groups = _groups_in(module)
     before = [group.post_forward_mesh_info for group in groups]
@@ -85,48 +79,9 @@ def gather(module: nn.Module) -> None:
 
     Every rank must call it. What then raises in a forward on one rank leaves no other waiting in a collective.
     """
-    for group in _groups_in(module):
-        if _is_gathered_pairwise(group):
-            _gather(group)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.unshard()
-
-
-def _is_gathered_pairwise(group: Any) -> bool:
-    return bool(
-        isinstance(group.mesh_info, _FSDPMeshInfo)  # else replicated
-        and group.is_sharded
-        and group._all_gather_result is None  # nothing is under way
-        and type(group._all_gather_comm) is _DefaultAllGather
-        and group.device.type == "cpu"
-        and dist.get_backend(group._all_gather_process_group) == "gloo"
-        and all(
-            param.fsdp_placement.dim == 0 and not hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
-            for param in group.fsdp_params
-        )
-    )
-
-
-def _gather(group: Any) -> None:
-    """Gather the parameters of ``group`` right into the tensors that their modules compute with.
-
-    FSDP2 gathers all of them into one buffer and copies them from there.
-    """
-    process_group = group._all_gather_process_group
-    rank, num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
-    wholes: list[torch.Tensor] = []
-    with torch.no_grad():
-        for param in group.fsdp_params:
-            (local,) = param.all_gather_inputs  # 1-D and padded, in the dtype to gather in, masked
-            param.init_all_gather_outputs([local.numel()], [local.dtype], num_ranks, group.device)
-            param.alloc_all_gather_outputs()
-            wholes += param.all_gather_outputs
-            wholes[-1][rank * local.numel() : (rank + 1) * local.numel()] = local
-        gather_pairwise(process_group, wholes)
-    for param in group.fsdp_params:
-        param.init_unsharded_param()
-    group._to_unsharded()
 
 
 def _states_in(model: nn.Module) -> list[Any]:

@@ -227,18 +227,6 @@ class Geometry:
                 break
         return num
 
-    def local_offsets_at(self, flat: IntArray) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-        """Return the local offset of every flat index, and whether this rank holds it (else the offset is 0)."""
-        offsets, held = np.zeros(len(flat), dtype=np.int64), np.full(len(flat), self.local_numel > 0)
-        for dim, runs in enumerate(self.dim_runs) if self.local_numel else ():
-            starts, stops = np.array(runs).T
-            index = flat // self._strides[dim] % self.global_shape[dim]
-            run = np.searchsorted(starts, index, side="right") - 1
-            held &= (run >= 0) & (index < stops[run])
-            shifts = np.cumsum(stops - starts) - stops  # from global to local
-            offsets = offsets * self.local_shape[dim] + index + shifts[run]
-        return np.where(held, offsets, 0), held
-
 
 def _global_index(runs: Runs, local: torch.Tensor) -> torch.Tensor:
     """Return the global index along a dim of every local one."""

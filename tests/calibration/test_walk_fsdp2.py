@@ -10,9 +10,7 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor, Shard
-from typing_extensions import override
 
 from distprune import Unstructured
 from distprune.calibration.catch_inputs import catch_inputs
@@ -187,37 +185,3 @@ def catch_by_lookup(rank: int, architecture: str) -> None:
 def test_lookups_of_every_architecture(pool: ProcessPool) -> None:
     for architecture in ONE_SHOT_ARCHITECTURES:
         pool.run(2, catch_by_lookup, architecture)
-
-
-def which_all_gather(_: int) -> None:
-    """In blocks it is ours, unless the user has one; afterwards the block's own."""
-    used: list[str] = []
-
-    class Own(DefaultAllGather):
-        @override
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            used.append("own")
-            return super().__call__(*args, **kwargs)
-
-    model: Any = sharded("llama", reshard_after_forward=True)
-    model.model.layers[1].set_custom_all_gather(Own())
-    walk = catch_inputs(model, spread(TOKENS, 0, 2).batches)
-    name = "all_gather_single" if hasattr(torch.distributed, "all_gather_single") else "all_gather_into_tensor"
-    single = getattr(torch.distributed, name)
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        used.append("torch's")
-        return single(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.distributed, name, watched)
-        for index in range(2):
-            with walk.block(index) as run:
-                run(0)
-        assert used == ["own", "torch's"]
-        model(input_ids=TOKENS)
-        assert used == ["own", "torch's", "torch's", "torch's", "own", "torch's", "torch's"]  # root and three blocks
-
-
-def test_whose_all_gather_is_used(pool: ProcessPool) -> None:
-    pool.run(2, which_all_gather)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from distprune.collectives.communicator import communicator
-from distprune.collectives.tensors import gather_pairwise, lookup_rows
-from tests.worlds import ProcessPool, run_threads
+from distprune.collectives.tensors import lookup_rows
+from tests.worlds import run_threads
 
 
 def lookup(rank: int, num_rows: int, dtype: torch.dtype) -> None:
@@ -31,22 +31,3 @@ def lookup(rank: int, num_rows: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("num_rows", [1, 2, 4, 7, 9])
 def test_rows_are_looked_up_where_they_are(num_rows: int, dtype: torch.dtype) -> None:
     run_threads(3, lookup, num_rows, dtype)
-
-
-def gather(rank: int, dtype: torch.dtype) -> None:
-    group, num_ranks = torch.distributed.group.WORLD, torch.distributed.get_world_size()
-    assert group is not None
-    numels = (1, 5, 1 << 20, 0, 7)
-    wanted = [torch.arange(num_ranks * numel).remainder(251).to(dtype) for numel in numels]
-    wholes = [torch.zeros_like(each) for each in wanted]
-    for numel, whole, each in zip(numels, wholes, wanted, strict=True):
-        whole[rank * numel : (rank + 1) * numel] = each[rank * numel : (rank + 1) * numel]
-    gather_pairwise(group, wholes)
-    assert all(torch.equal(whole, each) for whole, each in zip(wholes, wanted, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.sampled(4)
-def test_gathered_pairwise(pool: ProcessPool, world_size: int, dtype: torch.dtype) -> None:
-    pool.run(world_size, gather, dtype)

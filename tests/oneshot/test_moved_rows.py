@@ -11,7 +11,6 @@ from torch.distributed.tensor import Placement
 from distprune.collectives.alone import Alone
 from distprune.collectives.communicator import communicator
 from distprune.models.linear_layers import LinearLayer
-from distprune.oneshot import moved_rows
 from distprune.oneshot.moved_rows import move_rows
 from distprune.oneshot.rows import Rows, whole_rows
 from distprune.shards.layouts import local_shard
@@ -55,11 +54,6 @@ def on_rank(rank: int, mesh_shape: tuple[int, ...], placements: tuple[Placement,
             assert (comm.traffic - before).num_rounds == 2
         for linear, original, whole in zip(linears.values(), originals, wholes, strict=True):
             assert torch.equal(local_shard("a", linear.parameter).local, cut(whole, original.geometry))
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_known() -> None:
-    moved_rows._plans.clear()
 
 
 @pytest.mark.parametrize("transposed", [False, True])

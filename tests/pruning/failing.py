@@ -61,13 +61,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def state(net: nn.Module) -> list[Any]:
     """Return everything a call may change, to compare, and last the tensors, which keeps their ids theirs."""
     seen: list[Any] = [list(net.state_dict())]
-    fsdp2, kept = Fsdp2Params()._find_all(), []
+    fsdp2, kept = Fsdp2Params(), []
     for path, module in net.named_modules():
         tensors = {**module._parameters, **module._buffers}
         values = [(name, id(t), None if t is None else local(t).numpy().tobytes()) for name, t in tensors.items()]
         hooks = [*module._forward_pre_hooks.items(), *module._forward_hooks.items()]
         methods = [[*getattr(hook, "_pruning_methods", ())] for _, hook in hooks]
-        params = [fsdp2.get((id(module), name)) for name in tensors]
+        params = [fsdp2.find(module, name) for name in tensors]
         managed = [(m.name, type(m.param), getattr(m.param, "_watch", None)) for m in params if m is not None]
         always = [*module._forward_hooks_always_called], sorted(module._non_persistent_buffers_set)
         seen += [path, type(module), sorted(module.__dict__), values, hooks, methods, managed, always]

@@ -97,7 +97,3 @@ def test_flat_indices(geometry: Geometry) -> None:
     assert geometry.fingerprint() == sum(pow(root, int(i), prime) for i in flat) % prime
     if geometry.flat_start is not None:
         assert np.array_equal(flat, np.arange(geometry.flat_start, geometry.flat_start + len(flat)))
-    everything = np.arange(geometry.global_numel)
-    local_offsets, held = geometry.local_offsets_at(everything)
-    assert np.array_equal(everything[held], np.sort(flat))
-    assert np.array_equal(flat[local_offsets[held]], everything[held])
