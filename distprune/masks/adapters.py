@@ -9,8 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distprune.masks.in_place import zero_where_pruned
-from distprune.masks.reparametrized import mask_of
+from distprune.masks.reparametrized import mask_of, reparametrize, undo_reparametrization
 from distprune.models.find_shards import check_model, find_shards
+from distprune.shards.fsdp2 import Fsdp2Params
 from distprune.shards.layouts import local_of
 
 _ADAPTED = "*.base_layer.*"  # how PEFT names what an adapter adapts
@@ -25,8 +26,9 @@ def merge_adapters(model: nn.Module, **options: Any) -> Any:
     It is PEFT's ``merge_and_unload``, with its ``options`` (``safe_merge``, ``adapter_names``). An adapter's update is
     dense, so that call alone leaves no zeros in a base that was pruned in place. Here the weights of adapted layers
     that were zero before are zero afterwards, also if the merge fails. So are those of ``modules_to_save``, of which
-    PEFT trains copies. Masks of ``torch.nn.utils.prune``'s kind hold by themselves. The update where weights are zero
-    is lost: fine-tune with the merged weights' zeros held (:func:`distprune.hold_zeros`), or measure what it costs.
+    PEFT trains copies. Masks of ``torch.nn.utils.prune``'s kind stay; PEFT's own call loses its whole update there,
+    because a ``weight`` that is computed keeps nothing of what is written into it. The update where weights are zero is
+    lost: fine-tune with the merged weights' zeros held (:func:`distprune.hold_zeros`), or measure what it costs.
 
     Plain models, and DTensors (FSDP2, tensor parallel) as far as PEFT merges them: every rank must call it, since PEFT
     multiplies DTensors. Nothing else is communicated. It takes a byte a weight of the adapted layers.
@@ -41,9 +43,13 @@ def merge_adapters(model: nn.Module, **options: Any) -> Any:
     merge = getattr(model, "merge_and_unload", None)
     if merge is None:
         raise TypeError(f"a {type(model).__name__} has no merge_and_unload(): pass what peft.get_peft_model returned")
-    adapted = [shard for shard in find_shards(model, _ADAPTED).shards if mask_of(shard) is None]
+    adapted = find_shards(model, _ADAPTED).shards
+    masked = [(shard.module, shard.attribute) for shard in adapted if shard.module and mask_of(shard) is not None]
+    masks = [(module, name, module.get_buffer(f"{name}_mask")) for module, name in masked]
     before: list[tuple[torch.Tensor, torch.Tensor]] = []
     for shard in adapted:
+        if (shard.module, shard.attribute) in masked:
+            continue
         if shard.tensor is None:
             raise NotImplementedError(f"{shard.name!r} is FSDP1's; merge before sharding, or shard with fully_shard")
         if isinstance(shard.tensor, DTensor) and options.get("safe_merge"):
@@ -57,8 +63,12 @@ def merge_adapters(model: nn.Module, **options: Any) -> Any:
                 before += [(copy.get_parameter(name), kept) for copy in copies.children()]
     if not any(".base_layer." in name for name, _ in model.named_parameters()):
         raise ValueError("the model has no adapters: none of its layers has a base_layer, as PEFT's have")
+    for module, name in masked:
+        undo_reparametrization(module, name)
     try:
         return merge(**options)
     finally:
+        for module, name, mask in masks:
+            reparametrize(module, name, mask, Fsdp2Params().release(module, name))
         for tensor, kept in before:
             zero_where_pruned(local_of(tensor), kept)

@@ -25,6 +25,7 @@ class _MaskedParam(FSDPParam):
     @property  # type: ignore[explicit-override]
     def _sharded_param_data(self) -> torch.Tensor:
         """The product of data and mask, 1-D and padded, made anew for every all-gather."""
+        _watch_gradient(self)  # which comes after
         data: torch.Tensor = self.__dict__["_sharded_param_data"]
         if self.offload_to_cpu:  # a product made there would not be pinned, and its copy waited for
             data = sent(data, self.device)
@@ -48,7 +49,6 @@ class _MaskedParam(FSDPParam):
             param.reset_sharded_param()
         finally:
             param.__class__ = _MaskedParam
-            _watch_gradient(self)
 
 
 def _local_mask(param: FSDPParam) -> torch.Tensor:
@@ -94,8 +94,6 @@ def rename(managed: Managed, name: str, *, masked: bool) -> None:
     param = managed.param
     param._module_info.param_name = name
     param.__class__ = _MaskedParam if masked else FSDPParam
-    if masked:
-        _watch_gradient(param)
-    elif param.__dict__.get("_watch") is not None:
+    if not masked and param.__dict__.get("_watch") is not None:
         (param.sharded_param._post_accumulate_grad_hooks or {}).pop(param._watch.id, None)
         param._watch = None

@@ -5,7 +5,7 @@ before; ``name_mask`` is a buffer in the original's layout (bool where that is a
 original's dtype); ``name`` is the *product* of the two. The product is in the module during its
 forward: a pre-hook puts it there and a post-hook removes it. Outside it is computed on demand. So
 it is never stale, takes no memory between steps, and modules can be copied and pickled. What is
-written into it there goes into the original (see ``writable``).
+written into it there is lost.
 
 Under FSDP2 the original is masked before it is gathered (see ``fsdp2``), and during forward the
 product is the gathered original itself.
@@ -13,10 +13,7 @@ product is the gathered original itself.
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -25,17 +22,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from distprune.masks.fsdp2 import is_masked, rename
+from distprune.masks.fsdp2 import rename
 from distprune.masks.hooks import pruning_hooks
 from distprune.masks.in_place import zero_where_pruned
 from distprune.masks.plain_keys import local_mask, take_plain_key, write_plain_keys
 from distprune.masks.savers import watch_savers
-from distprune.masks.writable import writable
 from distprune.shards.fsdp2 import Fsdp2Params, Managed
 from distprune.shards.layouts import dtensor_like, is_laid_out_like, local_part
 from distprune.shards.local_shard import LocalShard
-
-_CONTAINERS = (dict, OrderedDict, set, list)
 
 
 def product(module: nn.Module, name: str) -> torch.Tensor:
@@ -76,7 +70,7 @@ class _Product:
             return parameters[self._name]
         if self._name + "_orig" not in parameters:
             raise AttributeError(f"'{type(module).__name__}' object has no attribute '{self._name}'")
-        return writable(module, self._name, lambda: product_of_hook(module, self._name))
+        return product_of_hook(module, self._name)
 
 
 def product_of_hook(module: nn.Module, name: str) -> torch.Tensor:
@@ -219,8 +213,8 @@ def reparametrize(module: nn.Module, name: str, mask: torch.Tensor, managed: Man
     if managed is not None:
         rename(managed, original, masked=isinstance(mask, DTensor))
     if isinstance(module, nn.RNNBase):
-        # Its own list of weights must not keep the original.
-        module._flat_weights[module._flat_weights_names.index(name)] = product(module, name)
+        # Its own list of weights must not keep the original; the next forward puts the product there.
+        module._flat_weights[module._flat_weights_names.index(name)] = None
 
 
 @torch.no_grad()
@@ -248,25 +242,3 @@ def _forget_product(module: nn.Module, name: str) -> None:
             del module._forward_hooks[key]
             module._forward_hooks_always_called.pop(key, None)
     _set_products(module, name, present=False)
-
-
-def snapshot(module: nn.Module, managed: Managed | None) -> Callable[[], None]:
-    """Return what puts ``module`` and FSDP2's record of one parameter back to where they are now. Local."""
-    cls, attributes = type(module), dict(module.__dict__)
-    contents = {name: copy.copy(value) for name, value in attributes.items() if type(value) in _CONTAINERS}
-    old_name, masked = ("", False) if managed is None else (managed.name, is_masked(managed))
-
-    def put_back() -> None:
-        module.__class__ = cls
-        module.__dict__.clear()
-        module.__dict__.update(attributes)
-        for name, content in contents.items():
-            if isinstance(content, list):  # the weights of an RNN
-                attributes[name][:] = content
-            else:
-                attributes[name].clear()
-                attributes[name].update(content)
-        if managed is not None:
-            rename(managed, old_name, masked=masked)
-
-    return put_back

@@ -74,6 +74,30 @@ def test_zeros_stay(pool: ProcessPool, layout: str) -> None:
     pool.run(1 if layout == "plain" else 2, merged_on_rank, layout)
 
 
+def merged_into_masks(_: int, layout: str) -> None:
+    base = transformer()
+    model = PeftModel(base, NAMES)
+    names = [f"{name}.base_layer.weight" for name in NAMES]
+    wrapped = wrap(layout, base)
+    prune.compute_masks(base, 0.6, include=names).reparametrize()
+    masks = prune.Masks.of(base, include=names)
+    before = [whole(base.get_parameter(f"{name}_orig")).clone() for name in names]
+    if layout == "fsdp2":
+        wrapped.step(batches(1)[0])
+        wrapped.model.zero_grad()
+        before = [whole(base.get_parameter(f"{name}_orig")).clone() for name in names]
+    merged = prune.merge_adapters(model)
+    for name, was, mask in zip(NAMES, before, masks.values(), strict=True):
+        layer: Any = merged.get_submodule(name)
+        assert torch.equal(whole(layer.weight), (was + 0.25) * whole(mask))
+        assert prune.is_pruned(layer)
+
+
+@pytest.mark.parametrize("layout", ["plain", "fsdp2"])
+def test_masks_stay(pool: ProcessPool, layout: str) -> None:
+    pool.run(1 if layout == "plain" else 2, merged_into_masks, layout)
+
+
 def test_a_merge_that_fails() -> None:
     """What was merged by then has its zeros again."""
     base = transformer()

@@ -89,6 +89,7 @@ def test_equals_one_process(pool: ProcessPool, layout: str, world_size: int) -> 
 def test_the_product_is_made_on_the_device_that_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what FSDP2 offloads it would else lie in host memory that is not pinned, and its copy be waited for."""
     monkeypatch.setattr(fsdp2, "_local_mask", lambda _: torch.ones(2, 3, dtype=torch.uint8))
+    monkeypatch.setattr(fsdp2, "_watch_gradient", lambda _: None)
     param: Any = fsdp2._MaskedParam.__new__(fsdp2._MaskedParam)
     param._sharded_param_data, param.offload_to_cpu, param.device = torch.ones(8), True, torch.device("meta")
     assert param._sharded_param_data.is_meta

@@ -57,7 +57,7 @@ def traffic(call: str, num_tensors: int = 1, num_columns: int = 48, again: bool 
     ("call", "num_rounds"),
     [
         ("identity", 2),
-        ("custom_from_mask", 4),  # between: the computed masks, and whether replicas' are equal
+        ("custom_from_mask", 3),  # between: the computed masks, and whether replicas' are equal
         ("l1_unstructured", 6),  # without ties
         ("random_unstructured", 5),  # 6 by other seeds, about as often
         ("ln_structured", 8),  # along dim 1, which shard edges cut

@@ -15,7 +15,6 @@ from typing_extensions import override
 
 import distprune
 from distprune.collectives.alone import Alone
-from distprune.masks.reparametrized import reparametrize
 from tests.pruning.failing import Act, World, failing, local, made, raised, spread_over
 from tests.sampling import in_turn, only_whole
 from tests.worlds import ProcessPool, run_threads
@@ -310,29 +309,3 @@ def test_methods_that_need_more_than_the_shard(layout: str, prepare: Act, what: 
     text = r"elementwise.*default_mask \* \(t\.abs\(\) >= threshold\).*importance_scores"
     act: Act = lambda _, net: both(net, Method, compute=NOT_ELEMENTWISE[what])  # noqa: E731
     failing((2, layout), act, NotImplementedError, text, prepare)
-
-
-@pytest.mark.parametrize("world", WORLDS[1:], ids=str)
-@pytest.mark.parametrize("num_before", [0, 1, 2])
-@pytest.mark.sampled(6)
-def test_a_failing_commit_is_rolled_back(num_before: int, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def break_down(module: nn.Module, *args: Any) -> None:
-        reparametrize(module, *args)
-        if id(module) in breaks:
-            breaks.clear()
-            raise RuntimeError("mine")
-
-    def on_rank(rank: int, is_broken: bool) -> list[torch.Tensor]:
-        net = made(world[1])
-        for _ in range(num_before):  # one hook, or a container of them
-            l1(net, 2)
-        if is_broken:
-            breaks.extend([id(net.down)] if rank == 1 else [])
-            assert "mine" in str(raised(rank, net, lambda _, net: both(net)))
-        both(net)
-        return [*whole_masks(net), net(torch.ones(2, 4)).detach() if world[1] in ("plain", "fsdp2") else torch.ones(1)]
-
-    breaks: list[int] = []
-    monkeypatch.setattr("distprune.pruning.torch_api.commit.reparametrize", break_down)
-    for wanted, got in zip(run_threads(world[0], on_rank, False), run_threads(world[0], on_rank, True), strict=True):
-        assert all(map(torch.equal, got, wanted))

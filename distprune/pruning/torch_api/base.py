@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.utils.prune as torch_prune
@@ -13,31 +15,21 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from distprune.collectives.agree import together
+from distprune.collectives.agree import max_together
 from distprune.collectives.alone import Alone
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Group, communicator
-from distprune.masks.reparametrized import product, undo_reparametrization
+from distprune.masks.reparametrized import product, reparametrize, undo_reparametrization
 from distprune.models.find_shards import Found
 from distprune.patterns.base import Chosen, Pattern, Ranked, Scope
 from distprune.patterns.census import check_parts
 from distprune.pruning.agreement import Agreed, Facts, agree_on
 from distprune.pruning.fitting import fitted
-from distprune.pruning.torch_api.commit import Change, Decision, commit
-from distprune.pruning.torch_api.targets import (
-    Hook,
-    Pairs,
-    Scores,
-    Target,
-    described,
-    facts,
-    find_targets,
-    next_mask,
-    scores_of,
-)
+from distprune.pruning.torch_api.targets import Hook, Pairs, Scores, Target, facts, find_targets, plain
 from distprune.pruning.torch_api.users_mask import check_type, mask_by_user, masks_by_users, pruning_type
 from distprune.scores.base import LocalScores, Score
 from distprune.scores.magnitude import Magnitude
+from distprune.selection.kth_value import raise_nans
 from distprune.shards.layouts import dtensor_like, is_held, local_of, local_part, local_shard
 from distprune.shards.local_shard import LocalShard
 
@@ -117,6 +109,22 @@ class BasePruningMethod(torch_prune.BasePruningMethod):
         undo_reparametrization(module, name)
 
 
+def apply_of(theirs: type[Hook], *more: str) -> Any:
+    """Return ``apply`` with the arguments of one of PyTorch's classes, ``group``, and ``more`` of the constructor's."""
+    signature = inspect.signature(theirs.apply)
+
+    def apply(cls: type[BasePruningMethod], /, *args: Any, group: Group = None, **kwargs: Any) -> Hook:
+        own = {name: kwargs.pop(name) for name in kwargs.keys() - signature.parameters.keys()}
+        given = signature.bind(*args, **kwargs).arguments
+        return cast(Any, BasePruningMethod.apply).__func__(cls, **given, **own, group=group)  # type: ignore[no-any-return]
+
+    first = inspect.Parameter("cls", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    own = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in (*more, "group")]
+    shown = signature.replace(parameters=[first, *signature.parameters.values(), *own])
+    vars(apply).update(__signature__=shown, __doc__=BasePruningMethod.apply.__doc__)
+    return classmethod(apply)
+
+
 class Selecting(BasePruningMethod):
     """A method of this library: a pattern and a score, which decide on the shards of many parameters at once."""
 
@@ -127,9 +135,9 @@ class Selecting(BasePruningMethod):
         """Return the pattern and the score."""
 
     @property
-    def is_overridden(self) -> bool:
-        """Whether a subclass computes masks in its own way."""
-        return type(self).compute_mask is not Selecting.compute_mask
+    def selects(self) -> bool:
+        """Whether no subclass computes masks in its own way."""
+        return type(self).compute_mask is Selecting.compute_mask
 
     def choose(
         self, agreed: Agreed, make_scores: Callable[[], list[LocalScores]], scope: Scope
@@ -144,41 +152,31 @@ class Selecting(BasePruningMethod):
 
     @override
     def compute_mask(self, t: torch.Tensor, default_mask: torch.Tensor) -> torch.Tensor:
-        """Return ``default_mask`` with what the method prunes of ``t`` set to zero, all of ``t`` competing.
+        """Return ``default_mask`` with what the method prunes of ``t`` set to zero, all of ``t`` competing. Local.
 
-        Where ``t`` is a DTensor, every rank of the default group must call it; the mask is a DTensor then.
+        Raises:
+            NotImplementedError: ``t`` is a DTensor.
         """
         return self.mask_among(t, default_mask, None)
 
-    def mask_among(self, t: torch.Tensor, default_mask: torch.Tensor, earlier: torch.Tensor | None) -> torch.Tensor:
-        """Return ``default_mask`` times what is kept among the elements at which ``earlier`` is not zero."""
-        comm = communicator() if isinstance(t, DTensor) else Alone()
+    def mask_among(self, t: torch.Tensor, default_mask: torch.Tensor, left: torch.Tensor | None) -> torch.Tensor:
+        """Return ``default_mask`` times what is kept among the elements that are ``left`` (bool)."""
+        if isinstance(t, DTensor):
+            raise NotImplementedError(
+                f"{type(self).__name__} prunes a DTensor as the parameter of a module: use its apply(module, name, ...)"
+            )
         dtype = t.dtype if pruning_type(self) == "structured" else default_mask.dtype
-        t = t if t.is_floating_point() else t.double()
+        pattern, score = self.rule()
+        shard = fitted(pattern, local_shard("0.t", t if t.is_floating_point() else t.double()), "t")
+        agreed, _ = agree_on(Alone(), lambda: (_found([shard]), {}, score, None))
 
-        def look() -> tuple[Found, Facts, Score, None]:
-            pattern, score = self.rule()
-            shards = [fitted(pattern, local_shard("0.t", t), "t")] if is_held(t) else []
-            found = Found(shards, [], by_default=False, has_blocks=False)
-            return found, {"method": described(self)}, score, None
+        def make_scores() -> list[LocalScores]:
+            return [LocalScores(shard, agreed.score, {}, left, counts_gone=True) for shard in agreed.shards()]
 
-        agreed, _ = agree_on(comm, look)
-        left = None if earlier is None else local_of(earlier).bool()
-        settle = self.choose(
-            agreed,
-            lambda: [LocalScores(s, agreed.score, {}, left, counts_gone=True) for s in agreed.shards()],
-            "tensor",
-        )
-        chosen: list[Chosen] = []
-
-        def decide() -> Decision:
-            chosen[:] = settle()
-            return [], {"t": sum(each.num_nans for each in chosen)}
-
-        commit(comm, decide)
-        if not isinstance(t, DTensor):
-            return (default_mask * chosen[0].mask.to(default_mask.dtype)).to(dtype)
-        return default_mask * dtensor_like(t, chosen[0].mask if chosen else t.to_local().bool())
+        (chosen,) = self.choose(agreed, make_scores, "tensor")()
+        if chosen.num_nans:
+            raise_nans(Alone(), {"t": chosen.num_nans})
+        return (default_mask * chosen.mask.to(default_mask.dtype)).to(dtype)
 
 
 class PruningContainer(BasePruningMethod, torch_prune.PruningContainer):
@@ -202,14 +200,13 @@ class PruningContainer(BasePruningMethod, torch_prune.PruningContainer):
         """
         method = self._pruning_methods[-1]
         check_type(method)
-        if isinstance(method, Selecting) and not method.is_overridden:
-            kind = pruning_type(method)
-            left = {"unstructured": default_mask == 1, "structured": default_mask != 0}
-            mask = method.mask_among(t, default_mask, left.get(kind))
-            if isinstance(t, DTensor):
-                return mask
-            return (mask if kind != "unstructured" else torch.where(default_mask == 1, mask, default_mask)).to(t.dtype)
-        return mask_by_user(method, t, default_mask, again=True)
+        if not isinstance(method, Selecting) or not method.selects:
+            return mask_by_user(method, t, default_mask, again=True)
+        kind, left = pruning_type(method), default_mask == 1
+        if kind != "unstructured":
+            among = None if kind == "global" else default_mask != 0
+            return method.mask_among(t, default_mask, among).to(t.dtype)
+        return torch.where(left, method.mask_among(t, default_mask, left), default_mask).to(t.dtype)
 
 
 class CustomFromMask(BasePruningMethod):
@@ -224,6 +221,7 @@ class CustomFromMask(BasePruningMethod):
     """
 
     PRUNING_TYPE = "global"
+    apply = apply_of(torch_prune.CustomFromMask)
 
     def __init__(self, mask: torch.Tensor) -> None:
         self.mask: torch.Tensor | None = mask
@@ -241,12 +239,9 @@ class CustomFromMask(BasePruningMethod):
             return default_mask * dtensor_like(default_mask, mask)
         return default_mask * mask.to(default_mask.dtype)
 
-    @classmethod
-    @override
-    def apply(  # type: ignore[override]
-        cls, module: nn.Module, name: str, mask: torch.Tensor, *, group: Group = None
-    ) -> torch_prune.BasePruningMethod:
-        return super().apply(module, name, mask=mask, group=group)
+
+def _found(shards: list[LocalShard]) -> Found:
+    return Found(shards, [], by_default=False, has_blocks=False)
 
 
 def prune_pairs(
@@ -260,8 +255,8 @@ def prune_pairs(
     """Prune all that ``make_pairs`` returns, each by a new method, and return their hooks. Every rank must call it.
 
     ``scope``: whether each competes by itself, or all together. Then the hooks are of the masks that were decided,
-    as in PyTorch. Rounds: one to agree, those of the method, and one at the end, of 16 bytes. If something fails there,
-    every rank undoes its changes.
+    as in PyTorch. Rounds: one to agree, those of the method, and one at the end, of 16 bytes. Nothing is changed before
+    all ranks have decided.
     """
 
     def look() -> tuple[Found, Facts, Score, tuple[list[Target], list[Hook]]]:
@@ -270,25 +265,54 @@ def prune_pairs(
         targets = find_targets(pairs, scores)
         for target, method in zip(targets, methods, strict=True):
             _check_fits(target, method, scope)
-        shards = [shard for target in targets if (shard := target.ranked) is not None]
-        own_facts = facts(comm, targets, described(methods[0]), scores) if targets else {}
+        told = facts(targets, plain(methods[0]), scores) if targets and comm.size > 1 else {}
         score = methods[0].rule()[1] if methods and isinstance(methods[0], Selecting) else Magnitude()
-        return Found(shards, [], by_default=False, has_blocks=False), own_facts, score, (targets, methods)
+        shards = [shard for target in targets if (shard := target.ranked) is not None]
+        return _found(shards), told, score, (targets, methods)
 
     agreed, (targets, methods) = agree_on(comm, look)
     if not targets:
         return []
-    if isinstance(methods[0], Selecting) and not methods[0].is_overridden:
-        settle = _selected(agreed, targets, methods[0], scope)
-    else:
-        settle = _computed(agreed, targets, methods, over_all=scope == "global")
+    kind, held = pruning_type(methods[0]), [target for target in targets if target.shard is not None]
+    if isinstance(methods[0], Selecting) and methods[0].selects:
 
-    def decide() -> Decision:
-        masks, num_nans = settle()
-        hooks = [CustomFromMask(mask) for mask in masks] if scope == "global" else methods
-        return [changed(*each) for each in zip(targets, masks, hooks, strict=True)], num_nans
+        def make_scores() -> list[LocalScores]:
+            shards = zip(held, agreed.shards(), strict=True)
+            return [target.scores_of(shard, kind, agreed.score) for target, shard in shards]
+
+        settle = methods[0].choose(agreed, make_scores, scope)
+
+        def decide() -> Decision:
+            chosen = {target.label: part for target, part in zip(held, settle(), strict=True)}
+            keep = {label: part.mask for label, part in chosen.items()}
+            masks = [target.next_mask(keep.get(target.label), kind) for target in targets]
+            return _changes(targets, masks, methods, scope), {label: part.num_nans for label, part in chosen.items()}
+
+    else:
+        masks = _masks_of_users(agreed, targets, methods, scope)
+
+        def decide() -> Decision:
+            return _changes(targets, masks, methods, scope), {}
 
     return put_in_place(comm, decide)
+
+
+def _masks_of_users(
+    agreed: Agreed, targets: Sequence[Target], methods: Sequence[Hook], scope: Scope
+) -> list[torch.Tensor]:
+    """Return the masks that users' own methods compute, the same on replicas. Every rank must call it: one round."""
+    masks: list[torch.Tensor] = []
+
+    def shards() -> list[LocalShard]:
+        masks.extend(masks_by_users(targets, methods, over_all=scope == "global"))
+        held = [local_of(mask) for target, mask in zip(targets, masks, strict=True) if target.shard is not None]
+        return [
+            dataclasses.replace(shard, local=mask.reshape(shard.local.shape))
+            for shard, mask in zip(agreed.shards(), held, strict=True)
+        ]
+
+    check_parts(agreed.comm, agreed.roster, shards)
+    return masks
 
 
 def _check_fits(target: Target, method: Hook, scope: Scope) -> None:
@@ -311,83 +335,66 @@ def _check_fits(target: Target, method: Hook, scope: Scope) -> None:
         )
 
 
-_Masks = tuple[list[torch.Tensor], dict[str, int]]  # of all targets; NaNs in this rank's scores, by label
+@dataclass(frozen=True)
+class Change:
+    """A target's next mask, in the layout of its parameter, and the method that made it; ``None``: it was there."""
+
+    target: Target
+    mask: torch.Tensor
+    method: Hook | None
 
 
-def _selected(agreed: Agreed, targets: Sequence[Target], method: Selecting, scope: Scope) -> Callable[[], _Masks]:
-    """Let a method of this library select. Every rank must call it; what is returned is local."""
-    kind = pruning_type(method)
-    held = [target for target in targets if target.shard is not None]
-
-    def make_scores() -> list[LocalScores]:
-        return [scores_of(t, shard, kind, agreed.score) for t, shard in zip(held, agreed.shards(), strict=True)]
-
-    settle = method.choose(agreed, make_scores, scope)
-
-    def masks() -> _Masks:
-        chosen = {target.label: each for target, each in zip(held, settle(), strict=True)}
-        keep = {label: each.mask for label, each in chosen.items()}
-        nans = {label: each.num_nans for label, each in chosen.items()}
-        return [next_mask(target, keep.get(target.label), kind) for target in targets], nans
-
-    return masks
+# A change for every target, and the number of NaNs in this rank's scores, by label.
+Decision = tuple[Sequence[Change], Mapping[str, int]]
 
 
-def _computed(
-    agreed: Agreed, targets: Sequence[Target], methods: Sequence[Hook], *, over_all: bool
-) -> Callable[[], _Masks]:
-    """Let users' own methods compute the masks, and check that replicas get equal ones. Every rank must call it."""
-    masks: list[torch.Tensor] = []
-    with together(agreed.comm):
-        masks = masks_by_users(targets, methods, over_all=over_all)
-
-    def shards() -> list[LocalShard]:
-        held = [local_of(mask) for target, mask in zip(targets, masks, strict=True) if target.shard is not None]
-        return [
-            dataclasses.replace(shard, local=mask.reshape(shard.local.shape))
-            for shard, mask in zip(agreed.shards(), held, strict=True)
-        ]
-
-    if agreed.comm.size > 1:
-        check_parts(agreed.comm, agreed.roster, shards)
-    return lambda: (masks, {})
+def _changes(
+    targets: Sequence[Target], masks: Sequence[torch.Tensor], methods: Sequence[Hook], scope: Scope
+) -> list[Change]:
+    made_by = [CustomFromMask(mask) for mask in masks] if scope == "global" else methods
+    return [Change(*change) for change in zip(targets, masks, made_by, strict=True)]
 
 
 def put_in_place(comm: Communicator, decide: Callable[[], Decision]) -> list[Hook]:
-    """Do what :func:`commit` does, return the hooks, and let none of their methods but the latest keep a mask."""
-    changes = commit(comm, decide)
-    for change in changes:
-        if isinstance(change.hook, PruningContainer) and change.added is not None:
-            change.hook.add_pruning_method(change.added)
-        methods = flattened(change.hook)
-        for method in methods:
-            if isinstance(method, CustomFromMask):
-                method.mask = change.mask if method is methods[-1] else None
-    return [change.hook for change in changes]
+    """Put masks and hooks in place once all ranks have decided, and return the hooks. One round of 16 bytes.
+
+    ``decide`` is local; what it raises on one rank is raised on all.
+    """
+    changes: list[Change] = []
+    num_nans: dict[str, int] = {}
+
+    def decided(any_nan: torch.Tensor) -> None:
+        found, nans = decide()
+        changes.extend(found)
+        num_nans.update(nans)
+        any_nan[0] = any(nans.values())
+
+    if max_together(comm, (1,), decided)[0]:
+        raise_nans(comm, num_nans)
+    return [_place(change) for change in changes]  # entries of dicts: from here on no rank can fail
 
 
-def changed(target: Target, mask: torch.Tensor, method: Hook) -> Change:
-    """Return the change to ``mask``, with the method as hook, or a container of it and of the methods before it."""
-    method._tensor_name = target.name
-    old = next(iter(target.old_hooks.values()), None)
-    if isinstance(old, PruningContainer):
-        return Change(target, mask, old, added=method)
-    if old is None and isinstance(method, BasePruningMethod):
-        return Change(target, mask, method)
-    # A method of PyTorch's own goes into a container of ours, which knows the layouts.
-    earlier = [] if old is None else flattened(old)
-    return Change(target, mask, contained(target.name, [*earlier, method]))
-
-
-def flattened(hook: Hook) -> list[Hook]:
-    """Return the methods of a container, or the one method."""
-    return list(hook) if isinstance(hook, torch_prune.PruningContainer) else [hook]
-
-
-def contained(name: str, methods: Sequence[Hook]) -> PruningContainer:
-    """Return a container of ``methods``, which act on ``name``."""
-    container = PruningContainer()
-    container._tensor_name = name
-    for method in methods:
-        container.add_pruning_method(method)
-    return container
+def _place(change: Change) -> Hook:
+    """Put a mask in place, and let no method but the latest keep one. Local."""
+    target, method, hook = change.target, change.method, next(iter(change.target.old_hooks.values()), None)
+    methods: list[Hook] = (
+        list(hook) if isinstance(hook, torch_prune.PruningContainer) else [] if hook is None else [hook]
+    )
+    if method is not None:
+        method._tensor_name = target.name
+        methods.append(method)
+    if isinstance(hook, PruningContainer):
+        hook._pruning_methods = tuple(methods)
+    elif len(methods) == 1 and isinstance(methods[0], BasePruningMethod):
+        hook = methods[0]
+    else:  # methods of PyTorch's own go into a container of ours, which knows the layouts
+        hook = PruningContainer()
+        hook._tensor_name, hook._pruning_methods = target.name, tuple(methods)
+    for key in target.old_hooks:
+        del target.module._forward_pre_hooks[key]
+    reparametrize(target.module, target.name, change.mask, target.managed)
+    target.module.register_forward_pre_hook(hook)
+    for part in methods:
+        if isinstance(part, CustomFromMask):
+            part.mask = change.mask if part is methods[-1] else None
+    return hook

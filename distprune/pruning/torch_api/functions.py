@@ -20,8 +20,14 @@ from distprune.collectives.communicator import Group, communicator
 from distprune.masks.hooks import pruning_hooks
 from distprune.masks.reparametrized import undo_reparametrization
 from distprune.patterns.base import Pattern
-from distprune.pruning.torch_api.base import BasePruningMethod, CustomFromMask, changed, prune_pairs, put_in_place
-from distprune.pruning.torch_api.commit import Decision
+from distprune.pruning.torch_api.base import (
+    BasePruningMethod,
+    Change,
+    CustomFromMask,
+    Decision,
+    prune_pairs,
+    put_in_place,
+)
 from distprune.pruning.torch_api.methods import (
     Amount,
     Identity,
@@ -34,9 +40,8 @@ from distprune.pruning.torch_api.methods import (
     Scores,
     seeded,
 )
-from distprune.pruning.torch_api.targets import Pairs, find_target, next_mask
+from distprune.pruning.torch_api.targets import Pairs, find_targets
 from distprune.scores.channel_norm import Norm
-from distprune.shards.fsdp2 import Fsdp2Params
 from distprune.shards.local_shard import LocalShard
 
 Parameter: TypeAlias = tuple[nn.Module, str]  # a module, and the parameter's name in it
@@ -253,8 +258,8 @@ def put_masks(comm: Communicator, shards: Sequence[LocalShard], masks: Mapping[s
     """
 
     def decide() -> Decision:
-        fsdp2, changes = Fsdp2Params(), []
-        for index, shard in enumerate(shards):
+        pairs, changes = [], []
+        for shard in shards:
             if shard.module is None:
                 raise NotImplementedError(f"rows of {shard.name!r} that were spread by hand are in no module")
             if shard.is_tied:
@@ -262,12 +267,13 @@ def put_masks(comm: Communicator, shards: Sequence[LocalShard], masks: Mapping[s
                     f"{shard.name!r} is tied to a parameter of another module, which would stay dense beside the mask; "
                     "write the zeros in place with apply_(), or untie it first"
                 )
-            target = find_target(fsdp2, shard.module, shard.attribute, index, None)
+            pairs.append((shard.module, shard.attribute))
+        for shard, target in zip(shards, find_targets(pairs), strict=True):
             if target.shard is None or target.shard.geometry != shard.geometry:
                 raise ValueError(f"{shard.name!r} is laid out otherwise than its mask; choose the masks anew")
             keep = masks[shard.name].to(target.shard.local.device)
-            mask = next_mask(target, keep, CustomFromMask.PRUNING_TYPE)
-            changes.append(changed(target, mask, CustomFromMask(mask)))
+            mask = target.next_mask(keep, CustomFromMask.PRUNING_TYPE)
+            changes.append(Change(target, mask, CustomFromMask(mask)))
         return changes, {}
 
     put_in_place(comm, decide)

@@ -7,16 +7,14 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.nn.utils.prune as torch_prune
-from torch import nn
 from typing_extensions import override
 
-from distprune.collectives.communicator import Group
 from distprune.patterns.as_pattern import as_pattern
 from distprune.patterns.base import Chosen, Pattern, Scope, check_share
 from distprune.patterns.channels import Channels
 from distprune.patterns.unstructured import Unstructured
 from distprune.pruning.agreement import Agreed, check_seed
-from distprune.pruning.torch_api.base import Selecting
+from distprune.pruning.torch_api.base import Selecting, apply_of
 from distprune.scores.base import LocalScores, Score
 from distprune.scores.channel_norm import ChannelNorm, Norm
 from distprune.scores.magnitude import Magnitude
@@ -38,6 +36,8 @@ class Identity(Selecting):
     tensor([1., 2.])
     """
 
+    apply = apply_of(torch_prune.Identity)
+
     @override
     def rule(self) -> tuple[Pattern, Score]:
         return Unstructured(0), Magnitude()
@@ -48,11 +48,6 @@ class Identity(Selecting):
     ) -> Callable[[], list[Chosen]]:
         """Return a function that returns that all stays. No communication."""
         return lambda: [Chosen(torch.ones_like(s.shard.local, dtype=torch.bool), 0, 0, 0) for s in make_scores()]
-
-    @classmethod
-    @override
-    def apply(cls, module: nn.Module, name: str, *, group: Group = None) -> torch_prune.BasePruningMethod:  # type: ignore[override]
-        return super().apply(module, name, group=group)
 
 
 class RandomUnstructured(Selecting):
@@ -67,6 +62,8 @@ class RandomUnstructured(Selecting):
     from torch's default generator.
     """
 
+    apply = apply_of(torch_prune.RandomUnstructured, "seed")
+
     def __init__(self, amount: Amount, *, seed: int | None = None) -> None:
         check_share(amount, "amount")
         check_seed(seed)
@@ -77,13 +74,6 @@ class RandomUnstructured(Selecting):
     def rule(self) -> tuple[Pattern, Score]:
         return Unstructured(self.amount), Random(self.seed)
 
-    @classmethod
-    @override
-    def apply(  # type: ignore[override]
-        cls, module: nn.Module, name: str, amount: Amount, *, seed: int | None = None, group: Group = None
-    ) -> torch_prune.BasePruningMethod:
-        return super().apply(module, name, amount=amount, group=group, **seeded(seed))
-
 
 class L1Unstructured(Selecting):
     """Prunes the ``amount`` elements of smallest magnitude. See ``torch.nn.utils.prune.L1Unstructured``.
@@ -92,6 +82,8 @@ class L1Unstructured(Selecting):
     tensor([ 0., -4.,  0.])
     """
 
+    apply = apply_of(torch_prune.L1Unstructured)
+
     def __init__(self, amount: Amount) -> None:
         check_share(amount, "amount")
         self.amount = amount
@@ -99,13 +91,6 @@ class L1Unstructured(Selecting):
     @override
     def rule(self) -> tuple[Pattern, Score]:
         return Unstructured(self.amount), Magnitude()
-
-    @classmethod
-    @override
-    def apply(  # type: ignore[override]
-        cls, module: nn.Module, name: str, amount: Amount, importance_scores: Scores = None, *, group: Group = None
-    ) -> torch_prune.BasePruningMethod:
-        return super().apply(module, name, amount=amount, importance_scores=importance_scores, group=group)
 
 
 class RandomStructured(Selecting):
@@ -118,6 +103,7 @@ class RandomStructured(Selecting):
     """
 
     PRUNING_TYPE = "structured"
+    apply = apply_of(torch_prune.RandomStructured, "seed")
 
     def __init__(self, amount: Amount, dim: int = -1, *, seed: int | None = None) -> None:
         check_share(amount, "amount")
@@ -129,20 +115,6 @@ class RandomStructured(Selecting):
     @override
     def rule(self) -> tuple[Pattern, Score]:
         return Channels(self.amount, self.dim), Random(self.seed)
-
-    @classmethod
-    @override
-    def apply(  # type: ignore[override]
-        cls,
-        module: nn.Module,
-        name: str,
-        amount: Amount,
-        dim: int = -1,
-        *,
-        seed: int | None = None,
-        group: Group = None,
-    ) -> torch_prune.BasePruningMethod:
-        return super().apply(module, name, amount=amount, dim=dim, group=group, **seeded(seed))
 
 
 class LnStructured(Selecting):
@@ -157,6 +129,7 @@ class LnStructured(Selecting):
     """
 
     PRUNING_TYPE = "structured"
+    apply = apply_of(torch_prune.LnStructured)
 
     def __init__(self, amount: Amount, n: Norm, dim: int = -1) -> None:
         check_share(amount, "amount")
@@ -168,23 +141,6 @@ class LnStructured(Selecting):
     @override
     def rule(self) -> tuple[Pattern, Score]:
         return Channels(self.amount, self.dim), ChannelNorm(self.n)
-
-    @classmethod
-    @override
-    def apply(  # type: ignore[override]
-        cls,
-        module: nn.Module,
-        name: str,
-        amount: Amount,
-        n: Norm,
-        dim: int,
-        importance_scores: Scores = None,
-        *,
-        group: Group = None,
-    ) -> torch_prune.BasePruningMethod:
-        return super().apply(
-            module, name, amount=amount, n=n, dim=dim, importance_scores=importance_scores, group=group
-        )
 
 
 class L1Pattern(Selecting):

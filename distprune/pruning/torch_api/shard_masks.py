@@ -9,8 +9,7 @@ from distprune.collectives.communicator import Group, communicator
 from distprune.masks.hooks import pruning_hooks
 from distprune.models.find_shards import Found
 from distprune.pruning.agreement import Facts, agree_on
-from distprune.pruning.torch_api.base import BasePruningMethod, contained, flattened, put_in_place
-from distprune.pruning.torch_api.commit import Change
+from distprune.pruning.torch_api.base import Change, Decision, put_in_place
 from distprune.pruning.torch_api.targets import Target, check_binary, facts, find_targets
 from distprune.scores.base import Score
 from distprune.scores.magnitude import Magnitude
@@ -42,13 +41,22 @@ def shard_masks(model: nn.Module, *, group: Group = None) -> nn.Module:
         for target in targets:
             check_binary(target.label, target.whole_mask)
         shards = [target.shard for target in targets if target.shard is not None]
-        masks = [local_of(of.whole_mask) for of in targets if of.whole_mask is not None and not of.whole_mask.is_meta]
-        own_facts = facts(comm, targets, [int(number) for number in fetched([checksum([mask]) for mask in masks])])
-        return Found(shards, [], by_default=False, has_blocks=False), own_facts, Magnitude(), targets
+        masks = [target.whole_mask for target in targets if target.whole_mask is not None]
+        sums = [checksum([local_of(mask)]) for mask in masks if not mask.is_meta]
+        told = facts(targets, [int(number) for number in fetched(sums)])
+        return Found(shards, [], by_default=False, has_blocks=False), told, Magnitude(), targets
+
+    def decide() -> Decision:
+        changes = []
+        for target in targets:
+            assert isinstance(target.original, DTensor)
+            assert target.mask is not None
+            changes.append(Change(target, dtensor_like(target.original, target.mask), None))
+        return changes, {}
 
     _, targets = agree_on(comm, look)
     if targets:
-        put_in_place(comm, lambda: ([_brought_over(target) for target in targets], {}))
+        put_in_place(comm, decide)
     return model
 
 
@@ -60,16 +68,7 @@ def _with_whole_masks(model: nn.Module) -> list[tuple[nn.Module, str]]:
             name = str(hook._tensor_name)
             fsdp2.release(module, name + "_orig")
             mask = getattr(module, name + "_mask")
-            is_whole = not isinstance(mask, DTensor) or all(of.is_replicate() for of in mask.placements)
+            is_whole = not isinstance(mask, DTensor) or all(placement.is_replicate() for placement in mask.placements)
             if is_whole and isinstance(getattr(module, name + "_orig"), DTensor):
                 found.append((module, name))
     return found
-
-
-def _brought_over(target: Target) -> Change:
-    assert isinstance(target.original, DTensor)
-    assert target.mask is not None
-    hook = next(iter(target.old_hooks.values()))
-    if not isinstance(hook, BasePruningMethod):
-        hook = contained(target.name, flattened(hook))
-    return Change(target, dtensor_like(target.original, target.mask), hook)

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.utils.prune as torch_prune
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from distprune.collectives.base import Communicator
 from distprune.masks.hooks import pruning_hooks
 from distprune.masks.in_place import as_numbers
 from distprune.masks.reparametrized import product_of_hook
@@ -25,7 +23,7 @@ from distprune.scores.base import LocalScores, Score
 from distprune.shards.checksum import checksum
 from distprune.shards.device import fetched
 from distprune.shards.flat_param import is_flattened
-from distprune.shards.fsdp2 import Fsdp2Params, Managed
+from distprune.shards.fsdp2 import Fsdp2Params
 from distprune.shards.layouts import dtensor_like, is_held, local_of, local_part, local_shard
 from distprune.shards.local_shard import LocalShard
 
@@ -34,20 +32,63 @@ Scores = Mapping[tuple[nn.Module, str], torch.Tensor]
 Hook = torch_prune.BasePruningMethod
 
 
-@dataclass
 class Target:
-    """``original`` is the parameter as it is now, ``mask`` (bool, local shape) what is kept of it so far."""
+    """What is at ``name`` in ``module``; what FSDP2 left unsharded is put back. No communication.
 
-    module: nn.Module
-    name: str
-    label: str
-    original: nn.Parameter
-    shard: LocalShard | None  # of the original; None where this rank holds no part of it
-    whole_mask: torch.Tensor | None  # the buffer, as it is
-    mask: torch.Tensor | None
-    scores: torch.Tensor | None  # local shape
-    managed: Managed | None
-    old_hooks: dict[int, Hook]
+    ``original``: the parameter as it is now. ``shard``: its part here, ``None`` where this rank holds none.
+    ``whole_mask``: the buffer as it is, ``mask`` (bool, local shape) what is kept so far, ``scores`` (local shape) the
+    importance scores; ``None`` where there are none.
+
+    Raises:
+        AttributeError, TypeError: ``name`` is no attribute, or no parameter.
+        AssertionError: scores of another shape; more than one hook on the parameter.
+        NotImplementedError, ValueError: layouts this library cannot work in.
+    """
+
+    def __init__(
+        self, fsdp2: Fsdp2Params, module: nn.Module, name: str, index: int, scores: torch.Tensor | None = None
+    ) -> None:
+        self.module, self.name, self.label, kind = module, name, f"{index}.{name}", type(module).__name__
+        self.old_hooks = pruning_hooks(module, name)
+        if len(self.old_hooks) > 1:
+            raise AssertionError(
+                f"Avoid adding multiple pruning hooks to the same tensor {name} of module {module}. Use a "
+                "PruningContainer."
+            )
+        held_as = name + "_orig" if self.old_hooks else name
+        self.managed = fsdp2.release(module, held_as)
+        if self.managed is not None and self.managed.is_shared:
+            raise NotImplementedError(
+                f"FSDP2 shares parameter {name!r} of {kind} between several modules, and prunes it in all of them or "
+                "in none; prune it in place with distprune.prune_model, or untie it before fully_shard"
+            )
+        if held_as not in module._parameters:
+            getattr(module, name)  # AttributeError, if there is no such thing at all
+            raise TypeError(
+                f"{name!r} of {kind} is no torch.nn.Parameter of it; FSDP1 without use_orig_params, and "
+                "torch.nn.utils.parametrize, hide parameters: prune those in place with distprune.prune_model"
+            )
+        if module._parameters[held_as] is None:
+            raise TypeError(f"parameter {name!r} of {kind} is None")
+        self.original = cast(nn.Parameter, module._parameters[held_as])
+        if is_flattened(self.original):
+            raise NotImplementedError(
+                f"parameter {name!r} of {kind} is part of a flat parameter of FullyShardedDataParallel (FSDP1), which "
+                "has no room for a mask; prune it in place with distprune.prune_model"
+            )
+        if scores is not None and scores.shape != self.original.shape:
+            raise AssertionError(
+                f"importance_scores should have the same shape as parameter {name} of {module}, got {scores.shape} vs "
+                f"{self.original.shape}"
+            )
+        self.shard = local_shard(self.label, self.original, module, name) if is_held(self.original) else None
+        self.whole_mask = cast(torch.Tensor, getattr(module, name + "_mask")) if self.old_hooks else None
+        mask = self._part(self.whole_mask, "mask")
+        self.mask = None if mask is None else mask == 1
+        self.scores = self._part(scores, "importance_scores")
+
+    def _part(self, tensor: torch.Tensor | None, what: str) -> torch.Tensor | None:
+        return None if tensor is None else local_part(tensor, self.original, self.shard, what)
 
     @property
     def values(self) -> torch.Tensor:
@@ -62,71 +103,42 @@ class Target:
         scores = self.scores if self.scores.is_floating_point() else self.scores.to(torch.float64)
         return dataclasses.replace(self.shard, local=scores)
 
+    def scores_of(self, shard: LocalShard, kind: str, score: Score) -> LocalScores:
+        """Return the scores of the settled ``shard``, for a method whose PRUNING_TYPE is ``kind``."""
+        has_scores = self.scores is not None
+        if kind == "global":
+            return LocalScores(shard, score, {}, None)
+        if kind == "structured" and self.whole_mask is not None and not _is_binary(self.whole_mask):
+            # Masks need not be binary on plain modules: channels rank by the product, and are left unless all is 0.
+            if not has_scores:
+                shard = dataclasses.replace(shard, local=self.values.detach())
+            return LocalScores(shard, score, {}, self.whole_mask != 0, counts_gone=True)
+        # Importance scores of whole channels count as they are; those of blocks are of what is left.
+        return LocalScores(shard, score, {}, self.mask, counts_gone=has_scores and kind == "structured")
 
-def find_target(
-    fsdp2: Fsdp2Params, module: nn.Module, name: str, index: int, importance_scores: torch.Tensor | None
-) -> Target:
-    """Return what is at ``name`` in ``module``; what FSDP2 left unsharded is put back. No communication.
-
-    Raises:
-        AttributeError, TypeError: ``name`` is no attribute, or no parameter.
-        AssertionError: scores of another shape; more than one hook on the parameter.
-        NotImplementedError, ValueError: layouts this library cannot work in.
-    """
-    hooks = pruning_hooks(module, name)
-    if len(hooks) > 1:
-        raise AssertionError(
-            f"Avoid adding multiple pruning hooks to the same tensor {name} of module {module}. Use a PruningContainer."
-        )
-    managed = fsdp2.release(module, name + "_orig" if hooks else name)
-    if managed is not None and managed.is_shared:
-        raise NotImplementedError(
-            f"FSDP2 shares parameter {name!r} of {type(module).__name__} between several modules, and prunes it in "
-            "all of them or in none; prune it in place with distprune.prune_model, or untie it before fully_shard"
-        )
-    if not hooks and name not in module._parameters:
-        getattr(module, name)  # AttributeError, if there is no such thing at all
-        raise TypeError(
-            f"{name!r} of {type(module).__name__} is no torch.nn.Parameter of it; FSDP1 without use_orig_params, and "
-            "torch.nn.utils.parametrize, hide parameters: prune those in place with distprune.prune_model"
-        )
-    original = module._parameters[name + "_orig" if hooks else name]
-    if original is None:
-        raise TypeError(f"parameter {name!r} of {type(module).__name__} is None")
-    if is_flattened(original):
-        raise NotImplementedError(
-            f"parameter {name!r} of {type(module).__name__} is part of a flat parameter of FullyShardedDataParallel "
-            "(FSDP1), which has no room for a mask; prune it in place with distprune.prune_model"
-        )
-    whole_mask = cast(torch.Tensor, getattr(module, name + "_mask")) if hooks else None
-    label, shard = f"{index}.{name}", None
-    if is_held(original):
-        shard = local_shard(label, original, module, name)
-    if importance_scores is not None and importance_scores.shape != original.shape:
-        raise AssertionError(
-            f"importance_scores should have the same shape as parameter {name} of {module}, got "
-            f"{importance_scores.shape} vs {original.shape}"
-        )
-    return Target(
-        module,
-        name,
-        label,
-        original,
-        shard,
-        whole_mask,
-        None if whole_mask is None else local_part(whole_mask, original, shard, "mask") == 1,
-        None if importance_scores is None else local_part(importance_scores, original, shard, "importance_scores"),
-        managed,
-        hooks,
-    )
+    def next_mask(self, keep: torch.Tensor | None, kind: str) -> torch.Tensor:
+        """Return the next mask: the one that is there and ``keep`` (local; ``None``: this rank holds no part)."""
+        if isinstance(self.original, DTensor):
+            if keep is None:
+                keep = torch.empty(0, dtype=torch.bool, device="cpu")
+            elif self.mask is not None:
+                keep = self.mask & keep
+            return dtensor_like(self.original, keep)
+        assert keep is not None  # of plain parameters each rank holds all
+        if self.whole_mask is None:
+            return as_numbers(keep, self.original.dtype)
+        if kind == "unstructured":
+            keep = keep | (self.whole_mask != 1)  # what is neither 0 nor 1 was not up for selection
+        return self.whole_mask.detach() * as_numbers(keep, self.whole_mask.dtype)
 
 
 def find_targets(pairs: Pairs, scores: Scores | None = None) -> list[Target]:
-    """Return what is at each of ``pairs``, as :func:`find_target` does; ``scores``: of any of them. No communication.
+    """Return the target at each of ``pairs``; ``scores``: of any of them. No communication.
 
     Raises:
         TypeError: something else than a module.
         ValueError: a pair is there twice.
+        Exception: what :class:`Target` raises.
     """
     fsdp2 = Fsdp2Params()
     targets: dict[tuple[int, str], Target] = {}
@@ -135,37 +147,30 @@ def find_targets(pairs: Pairs, scores: Scores | None = None) -> list[Target]:
             raise TypeError(f"expected a torch.nn.Module, not {type(module).__name__}")
         if (id(module), name) in targets:
             raise ValueError(f"parameter {name!r} of {type(module).__name__} is in the call twice")
-        targets[id(module), name] = find_target(fsdp2, module, name, index, (scores or {}).get((module, name)))
+        targets[id(module), name] = Target(fsdp2, module, name, index, (scores or {}).get((module, name)))
     return list(targets.values())
 
 
-def described(method: object) -> list[Any]:
-    """Return a method's class and arguments as ranks compare them; objects without a plain value by their type."""
-    return [type(method).__name__, {name: _plain(value) for name, value in sorted(vars(method).items())}]
-
-
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
+    """Return a ``value`` as ranks compare it: a method's class and arguments, what has no plain value by its type."""
+    if isinstance(value, Hook):
+        return [type(value).__name__, {name: plain(part) for name, part in sorted(vars(value).items())}]
     if isinstance(value, DTensor):
         return ["DTensor", list(value.shape), str(value.dtype), str(value.placements)]
     if isinstance(value, torch.Tensor):
         return ["Tensor", list(value.shape), str(value.dtype), int(fetched([checksum([value])])[0])]
-    if value is None or isinstance(value, bool | int | float | str | Pattern | Score):
-        return repr(value)
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return type(value).__name__
+        return [plain(part) for part in value]
+    is_plain = value is None or isinstance(value, bool | int | float | str | Pattern | Score)
+    return repr(value) if is_plain else type(value).__name__
 
 
-def facts(
-    comm: Communicator, targets: Sequence[Target], method: object, scores: Scores | None = None
-) -> dict[str, object]:
-    """Return what all ranks must say alike of a call; a lone process need not say it."""
-    if comm.size == 1 or not targets:
-        return {}
+def facts(targets: Sequence[Target], method: object, scores: Scores | None = None) -> dict[str, object]:
+    """Return what all ranks must say alike of a call."""
     return {
         "method": method,
         "pruned before by": [[type(hook).__name__ for hook in target.old_hooks.values()] for target in targets],
-        "importance scores": [_plain((scores or {}).get((target.module, target.name))) for target in targets],
+        "importance scores": [plain((scores or {}).get((target.module, target.name))) for target in targets],
     }
 
 
@@ -178,31 +183,3 @@ def check_binary(label: str, mask: torch.Tensor | None) -> None:
 def _is_binary(mask: torch.Tensor) -> bool:
     local = local_of(mask)
     return local.dtype is torch.bool or bool(((local == 0) | (local == 1)).all())
-
-
-def scores_of(target: Target, shard: LocalShard, kind: str, score: Score) -> LocalScores:
-    """Return the scores of a target's settled ``shard``, for a method whose PRUNING_TYPE is ``kind``."""
-    mask, has_scores = target.mask, target.scores is not None
-    if kind == "global":
-        return LocalScores(shard, score, {}, None)
-    if kind == "structured" and target.whole_mask is not None and not _is_binary(target.whole_mask):
-        # Masks need not be binary on plain modules: channels rank by the product, and are left unless all is 0.
-        if not has_scores:
-            shard = dataclasses.replace(shard, local=target.values.detach())
-        return LocalScores(shard, score, {}, target.whole_mask != 0, counts_gone=True)
-    # Importance scores of whole channels count as they are; those of blocks are of what is left.
-    return LocalScores(shard, score, {}, mask, counts_gone=has_scores and kind == "structured")
-
-
-def next_mask(target: Target, keep: torch.Tensor | None, kind: str) -> torch.Tensor:
-    """Return the target's next mask: the one it has and ``keep`` (local; ``None``: this rank holds no part)."""
-    if isinstance(target.original, DTensor):
-        if keep is None:
-            return dtensor_like(target.original, torch.empty(0, dtype=torch.bool, device="cpu"))
-        return dtensor_like(target.original, keep if target.mask is None else target.mask & keep)
-    assert keep is not None  # of plain parameters each rank holds all
-    if target.whole_mask is None:
-        return as_numbers(keep, target.original.dtype)
-    if kind == "unstructured":
-        keep = keep | (target.whole_mask != 1)  # what is neither 0 nor 1 was not up for selection
-    return target.whole_mask.detach() * as_numbers(keep, target.whole_mask.dtype)
