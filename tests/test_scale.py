@@ -15,7 +15,6 @@ from torch.distributed.tensor import Shard
 
 import distprune as prune
 from distprune.collectives.base import Traffic
-from distprune.patterns import cut_units
 from distprune.shards import fsdp2
 from distprune.shards.fsdp2 import Managed
 from distprune.shards.torch_private import FSDPState
@@ -162,13 +161,12 @@ def test_a_one_shot_block_of_a_thousand_ranks(num_experts: int, how: str) -> Non
     assert later[1024][0] <= 1.25 * later[64][0] + 8 * 1024  # a few for each rank that rows may come from
 
 
-def test_cut_rows_take_as_many_rounds_on_any_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cut_units, "_BATCH", 1 << 12)
+def test_cut_rows_take_as_many_rounds_on_any_number_of_ranks() -> None:
     num_rounds = set()
     for size in (8, 64, 1024):
         with fake_group(size) as comm:
             CALLS["rows"](sharded_model(1, size, (2048, 1), Shard(1)), comm)
             num_rounds.add(comm.traffic.num_rounds)
-            # To each rank a word, and a rectangle; each has an equal part of the keys.
-            assert comm.largest <= (1 << 12) + (8 + 64) * size + 4 * size
-    assert num_rounds == {3 + 1 + 3 * 2}
+            # A rank's part of each row is a run of one key, padded to 8 bytes for each of the homes.
+            assert comm.largest <= 2048 * (4 + 16) + (8 + 24 + 4) * size
+    assert num_rounds == {3 + 3}

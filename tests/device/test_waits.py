@@ -16,7 +16,6 @@ from torch import nn
 
 import distprune as prune
 from distprune.collectives.alone import Alone
-from distprune.patterns import within_rows
 from distprune.shards import device as device_work
 from tests.architectures import samples, tiny_model
 from tests.device.accelerator import DEVICE, on_rank
@@ -31,7 +30,6 @@ PATTERNS: dict[str, dict[str, Any]] = {
     "random": {"sparsity": 0.5, "score": "random", "seed": 3},
     "row": {"sparsity": 0.5, "pattern": "row"},
     "2:4": {"pattern": "2:4"},
-    "large 2:4": {"pattern": "2:4"},
     "block": {"sparsity": 0.5, "pattern": "block:4"},
     "channels": {"sparsity": 0.5, "pattern": "channels:1"},
     "block, other shapes": {"sparsity": 0.5, "pattern": "block:4"},
@@ -52,7 +50,6 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "random": (5, 0),
     "row": (1, 0),
     "2:4": (1, 0),
-    "large 2:4": (2, 0),  # one for all matrices saves 12 bytes of traffic for each float32
     "block": (3, 2),
     "channels": (3, 2),
     "block, other shapes": (3, 2),
@@ -80,7 +77,7 @@ def others(device: torch.device) -> nn.ModuleList:
 
 def of_call(device: torch.device, name: str) -> Counts:
     model = others(device) if "other" in name else matrices(device)
-    with Costs(DEVICE) as costs, patch.object(within_rows, "_WORTH", 0 if "large" in name else within_rows._WORTH):
+    with Costs(DEVICE) as costs:
         prune.prune_model(model, **PATTERNS[name], group=Alone())
     return costs.waits, costs.sends
 

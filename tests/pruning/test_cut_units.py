@@ -15,35 +15,25 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import distprune as prune
 from distprune import NByM, PerRow
-from distprune.patterns import cut_units
-from distprune.patterns.local_units import Rectangle, find_units
+from distprune.patterns import cut_bands
+from distprune.patterns.local_units import LocalUnits
 from distprune.selection.highest import keep_highest_per_row
 from distprune.shards.geometry import Geometry
 from distprune.shards.layouts import local_shard
 from distprune.shards.local_shard import LocalShard
 from distprune.shards.matrix import Matrix
-from tests.layouts import LAYOUTS
-from tests.pruning.test_patterns import BASE, check_rank, made, traffic
+from tests.pruning.test_patterns import BASE, traffic
 from tests.worlds import drawing, run_threads
 from tests.wrapped import whole
 
-
-@pytest.mark.parametrize("name", ["shard1", "strided", "sharded-stages"])
-@pytest.mark.sampled(1)
-def test_many_cut_units_travel_in_turns(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(cut_units, "_BATCH", 37)
-    layout = next(layout for layout in LAYOUTS if layout.name == name)
-    run_threads(4, check_rank, layout, 4, [case for case in made() if isinstance(case[0], NByM | PerRow)])
-
-
-# Where units are cut: the most that a rank sends, sizes, to each of two homes how much it answers, what is told of one
-# rectangle, and two words that say whether all went well.
-CUT = 16 + 16 + 2 * (8 + 64) + 16
+# Where units are cut: 8 bytes to each of two ranks, what is told of one parameter's part to each of two homes, and two
+# words that say whether all went well. Each row is a run.
+CUT = 16 + 2 * (8 + 24) + 64 * 16 + 16
 
 
 def test_only_cut_groups_travel() -> None:
     rounds, num_bytes = traffic(NByM(2, 4), 1, 52)  # one group of each row is cut
-    assert rounds == 7
+    assert rounds == 6
     assert num_bytes == BASE + CUT + 64 * 2 * 4 + 64 * 2 // 8  # keys, and a bit for each back
     assert traffic(NByM(2, 4), 1, 5200 + 4)[1] == num_bytes  # wider rows, as many cut groups
 
@@ -51,7 +41,7 @@ def test_only_cut_groups_travel() -> None:
 def test_cut_rows_move_at_most_a_shard() -> None:
     rounds, num_bytes = traffic(PerRow(0.5), 1, 480)
     shard = 64 * 240
-    assert rounds == 7
+    assert rounds == 6
     assert num_bytes == BASE + CUT + 4 * shard + shard // 8
 
 
@@ -66,12 +56,13 @@ def stages_on_rank(rank: int, num_stages: int) -> tuple[int, list[int]]:
     return report.num_rounds, [int((whole(parameter) == 0).sum()) for parameter in module.parameters()]
 
 
-def test_stages_take_their_turns_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cut_units, "_BATCH", 64 * 4 // 2)  # half of a rank's part of one parameter
+@pytest.mark.parametrize(("batch", "num_batches"), [(1 << 23, 1), (64 * 4, 2), (1, 2)])  # a rank's part of one, or less
+def test_stages_take_their_turns_together(monkeypatch: pytest.MonkeyPatch, batch: int, num_batches: int) -> None:
+    monkeypatch.setattr(cut_bands, "_BATCH", batch)
     one, two = run_threads(2, stages_on_rank, 1), run_threads(4, stages_on_rank, 2)
     assert {zeros for _, of_rank in (*one, *two) for zeros in of_rank} == {64}
-    alone = run_threads(2, stages_on_rank, 1)[0][0]
-    assert two[0][0] == alone + 4  # but for the rounds in which stages tell each other what they hold
+    assert one[0][0] == 3 + 3 * num_batches
+    assert two[0][0] - one[0][0] in (0, 4)  # at first, stages tell each other what they hold
 
 
 def shard_on_rank(rank: int, mesh: Callable[[], DeviceMesh], change: Callable[[LocalShard, int], LocalShard]) -> int:
@@ -109,15 +100,6 @@ def test_rows_of_which_a_part_is_missing_are_refused() -> None:
         assert "ranks do not hold all of the groups or rows of 'w' that they hold parts of" in str(error)
 
 
-def test_turns_are_equal_where_homes_have_few_rows() -> None:
-    rows, columns = np.arange(4), np.arange(16)
-    line = cut_units.Line(range(4), 4, [Rectangle(rows, columns, 16 * rows, columns)], is_told_by_all=True)
-    part = cut_units.CutPart("w", 64, line, torch.device("cpu"), torch.int32, None, torch.isnan)
-    for num_turns in (1, 2, 4):
-        sizes = [sum(piece.numel for _, piece in part.pieces(0, turn, num_turns)) for turn in range(num_turns)]
-        assert sizes == [64 // num_turns] * num_turns
-
-
 STRETCHED = [(Matrix(3, 4), 2), (Matrix(3, 4, transposed=True), 2), (Matrix(3, 4, transposed=True, num_matrices=2), 4)]
 
 
@@ -126,14 +108,14 @@ def test_each_element_of_a_stretch_is_whole_or_cut_once(matrix: Matrix, length: 
     numel = matrix.num_rows * matrix.num_in
     for start, stop in itertools.combinations(range(numel + 1), 2):
         geometry = Geometry.rows((numel,), start, stop)
-        units, places = find_units(geometry, matrix, length), matrix.place(np.arange(start, stop))
-        of_whole = units.begin + units.matrix.offsets(units.matrix.rows, units.whole)
-        found = [*of_whole.reshape(-1).tolist()]
-        assert len(found) % length == 0
-        for each in units.cut:
-            there = each.offsets(0, len(each.rows), torch.device("cpu"))
-            offsets = np.arange(numel)[there] if isinstance(there, slice) else there.numpy()
-            assert places[0][offsets].tolist() == each.rows.repeat(len(each.columns)).tolist()
-            assert places[1][offsets].tolist() == np.tile(each.columns, len(each.rows)).tolist()
-            found += offsets.tolist()
-        assert sorted(found) == list(range(stop - start))
+        units, none = LocalUnits.of(geometry, matrix, length), np.empty(0, dtype=np.int64)
+        found = [np.arange(numel)[at] for at in units.chunks(torch.device("cpu"))]
+        assert sum(map(len, found)) % length == 0
+        for row in range(matrix.num_rows):
+            numbers, offsets = units.cut_between(row, row + 1)
+            rows, columns = matrix.place(start + offsets)
+            assert (rows == row).all()
+            assert (columns == numbers).all()
+            found.append(offsets)
+        assert sorted(np.concatenate([none, *found]).tolist()) == list(range(stop - start))
+        assert units.num_cut == sum(map(len, found[-matrix.num_rows :]))

@@ -1,0 +1,170 @@
+"""What shard edges cut travels: one rank decides each band, and answers the others.
+
+Nouns: the parts of a parameter that are decided together lie within a *band*: a row, or a block. Bands are numbered.
+The *home* of a band is the rank that decides what shard edges cut of it: each rank that holds a part of the parameter
+is the home of an equal range. An *item* is an element, or what a rank holds of a block; items are numbered, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from distprune.collectives.agree import swap_known, swap_unknown
+from distprune.collectives.base import Communicator
+from distprune.collectives.roster import Roster
+from distprune.shards.device import fetched
+
+Array = npt.NDArray[Any]
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+Told = tuple[IntArray, Array | None]  # numbers of items, and of what a rank owns its values
+Answer = tuple[int, int, npt.NDArray[np.uint8]]  # which of the items in a range of bands stay, as bits
+
+_BATCH = 1 << 23  # bytes of small parameters that a rank sends at a time
+_WORD = 8  # bytes
+
+
+@dataclass(frozen=True)
+class CutPart:
+    """What this rank holds of the cut bands of one parameter, of ``num_bands`` in all; ``bands``: the first and last.
+
+    ``items(low, high)`` returns the numbers of those in a range of bands, ascending, from the first of it on, and their
+    values, (items,) or (items, columns) of integers; ``None`` for values that another rank owns.
+    """
+
+    num_bands: int
+    bands: tuple[int, int]
+    items: Callable[[int, int], tuple[IntArray, torch.Tensor | None]]
+
+
+class CutBands:
+    """One exchange: :meth:`bring`, then :meth:`back`. Every rank must call both: two rounds, and one.
+
+    A rank sends 8 bytes to every rank, then of what it holds of the cut bands its values, 16 bytes for every run of
+    numbers, 8 to each home, and 24 to it for every parameter. One bit an item comes back. Errors on one rank are raised
+    on all.
+    """
+
+    def __init__(self, comm: Communicator, roster: Roster) -> None:
+        self._comm, self._roster = comm, roster
+        self._asked: list[list[tuple[int, int, int, int]]] = [[] for _ in range(comm.size)]
+        self._messages: Sequence[torch.Tensor] = []  # by rank
+
+    @staticmethod
+    def batches(roster: Roster, num_bytes: Sequence[int]) -> list[list[int]]:
+        """Return which members are exchanged at a time: one, or small ones of which a rank sends 8 MiB or so. Local.
+
+        ``num_bytes``: by member, what all ranks send. Members that no rank holds together may share a batch.
+        """
+        ends, batches = [0] * len(roster.lists), defaultdict[int, list[int]](list)
+        for member, num in enumerate(num_bytes):
+            if num:
+                lists = roster.lists_with[member]
+                end = max(ends[i] for i in lists) + -(-num // roster.num_holders[member])
+                batches[(end - 1) // _BATCH].append(member)
+                for i in lists:
+                    ends[i] = end
+        return [*batches.values()]
+
+    def bring(self, members: Sequence[int], part_of: Callable[[int], CutPart | None]) -> None:
+        """Tell the homes what this rank holds of cut bands: ``part_of`` returns it, or ``None`` for nothing."""
+
+        def questions() -> dict[int, torch.Tensor]:
+            pieces = [piece for member in members for piece in self._pieces(member, part_of(member))]
+            values = iter(fetched([values for *_, values in pieces if values is not None]))
+            words = defaultdict[int, list[torch.Tensor]](list)
+            for rank, member, low, high, numbers, own in pieces:
+                self._asked[rank].append((member, low, high, len(numbers)))
+                words[rank] += _encoded(member, numbers, None if own is None else next(values))
+            sizes = [torch.tensor([size], dtype=torch.int64, device="cpu") for size in self._num_answered()]
+            return {rank: torch.cat([sizes[rank].view(torch.uint8), *of_rank]) for rank, of_rank in words.items()}
+
+        self._messages = swap_unknown(self._comm, questions)
+
+    @cached_property
+    def _told(self) -> list[list[tuple[int, Told]]]:
+        return [[*_decoded(message[_WORD:].numpy())] for message in self._messages]
+
+    def told(self) -> dict[int, list[Told]]:
+        """Return by member what ranks told of the bands whose home is this one. Local: to be called within a round."""
+        found = defaultdict[int, list[Told]](list)
+        for member, told in itertools.chain(*self._told):
+            found[member].append(told)
+        return found
+
+    def back(self, decide: Callable[[], Mapping[int, Sequence[BoolArray]]]) -> dict[int, list[Answer]]:
+        """Return by member what stays of this rank's items. ``decide``: of what was :meth:`told`, in its order."""
+
+        def answers() -> dict[int, torch.Tensor]:
+            stays = {member: iter(of_member) for member, of_member in decide().items()}
+            packed = {
+                rank: [np.packbits(next(stays[member])) for member, _ in of_rank]
+                for rank, of_rank in enumerate(self._told)
+                if of_rank
+            }
+            return {rank: torch.from_numpy(np.concatenate(of_rank)) for rank, of_rank in packed.items()}
+
+        to = [int.from_bytes(bytes(message[:_WORD].numpy()), "little") for message in self._messages]
+        received = swap_known(self._comm, answers, (to, self._num_answered()))
+        found = defaultdict[int, list[Answer]](list)
+        for message, of_rank in zip(received, self._asked, strict=True):
+            parts = torch.split(message, [-(-num // 8) for *_, num in of_rank])
+            for (member, low, high, _), bits in zip(of_rank, parts, strict=True):
+                found[member].append((low, high, bits.numpy()))
+        return found
+
+    def _num_answered(self) -> list[int]:
+        """Return by rank how many bytes come back."""
+        return [sum(-(-num // 8) for *_, num in of_rank) for of_rank in self._asked]
+
+    def _pieces(
+        self, member: int, part: CutPart | None
+    ) -> Iterator[tuple[int, int, int, int, IntArray, torch.Tensor | None]]:
+        """Yield what goes to each home."""
+        if part is None:
+            return
+        homes, num = self._roster.holders(member), part.num_bands
+        first, last = (band * len(homes) // num for band in part.bands)
+        for i in range(first, last + 1):
+            low, high = (-(-num * home // len(homes)) for home in (i, i + 1))
+            numbers, values = part.items(low, high)
+            if len(numbers):
+                yield homes[i], member, low, high, numbers, values
+
+
+def _encoded(member: int, numbers: IntArray, values: torch.Tensor | None) -> list[torch.Tensor]:
+    """Return a message: the member, how many runs and bytes an item, the runs, the values."""
+    first = np.flatnonzero(np.diff(numbers, prepend=numbers[:1] - 2) != 1)
+    runs = np.stack([numbers[first], np.diff(first, append=len(numbers))], 1)
+    size = 0 if values is None else values.nbytes // len(numbers)
+    words = torch.from_numpy(np.concatenate([[member, len(runs), size], runs.reshape(-1)])).view(torch.uint8)
+    if values is None:
+        return [words]
+    padding = torch.zeros(-values.nbytes % _WORD, dtype=torch.uint8, device="cpu")
+    return [words, values.contiguous().view(-1).view(torch.uint8), padding]
+
+
+def _decoded(message: npt.NDArray[np.uint8]) -> Iterator[tuple[int, Told]]:
+    """Yield by member what a rank told: see :func:`_encoded`."""
+    words, at = message.view(np.int64), 0
+    while at < len(words):
+        member, num, size = words[at : at + 3].tolist()
+        starts, lengths = words[at + 3 : at + 3 + 2 * num].reshape(-1, 2).T
+        ends, at = np.cumsum(lengths), at + 3 + 2 * num
+        numbers = np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1])
+        stop = at + -(-len(numbers) * size // _WORD)
+        kind = "i8" if size % _WORD == 0 else f"i{size}"
+        values = words[at:stop].view(kind)[: len(numbers) * max(size // _WORD, 1)] if size else None
+        if values is not None and size > _WORD:
+            values = values.reshape(len(numbers), -1)
+        at = stop
+        yield member, (numbers, values)
