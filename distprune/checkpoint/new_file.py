@@ -8,18 +8,16 @@ that writes there removes it.
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from distprune.checkpoint.disk import make_file, partial_of, put_in_place, sync_file
-from distprune.checkpoint.output_directory import check_shared
+from distprune.checkpoint.disk import make_file, put_in_place, sync_file
+from distprune.checkpoint.output_directory import ending_together, make_staging
 from distprune.checkpoint.output_lock import locking
 from distprune.checkpoint.replaceable import Inputs, holds_model, lies_in
-from distprune.collectives.agree import agree, together
-from distprune.collectives.base import cannot_meet
+from distprune.collectives.agree import together
 from distprune.collectives.communicator import Group, communicator
 
 
@@ -82,24 +80,20 @@ def writing_file(
         FileExistsError: on every rank: ``target`` has appeared meanwhile, and ``overwrite`` is off.
     """
     comm = communicator(group)
+
+    def check() -> Path:
+        return check_file(target, overwrite=overwrite, inputs=inputs, num_bytes=num_bytes)
+
+    def make(staging: Path) -> None:
+        check()  # now that it is locked
+        make_file(staging)
+
     with together(comm, output=str(target), overwrite=overwrite):
-        path = check_file(target, overwrite=overwrite, inputs=inputs, num_bytes=num_bytes)
+        path = check()
     with locking(comm, path):
-        staging = partial_of(path, comm.broadcast(secrets.token_hex(4)))
-        with together(comm):
-            if comm.rank == 0:
-                check_file(path, overwrite=overwrite, inputs=inputs, num_bytes=num_bytes)  # now that it is locked
-                make_file(staging)
-        with together(comm):
-            check_shared(staging)
-        failed: Exception | None = None
-        try:
+        staging = make_staging(comm, path, make)
+        with ending_together(comm):
             yield staging
-        except Exception as error:
-            if cannot_meet(error):
-                raise
-            failed = error
-        agree(comm, {}, failed)
         with together(comm):
             if comm.rank == 0:
                 sync_file(staging)

@@ -6,14 +6,12 @@ a hidden sibling, which no loader takes for a model and the next job to the same
 
 from __future__ import annotations
 
-import ctypes
-import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from distprune.checkpoint.disk import sync_file
+from distprune.checkpoint.disk import partial_of, sync_file
 from distprune.checkpoint.hf_directory import WEIGHT_SUFFIX
 from distprune.checkpoint.output_lock import locking, remove_tree
 from distprune.checkpoint.replaceable import Inputs, check_output
@@ -21,9 +19,6 @@ from distprune.collectives.agree import agree, together
 from distprune.collectives.base import Communicator, as_told, cannot_meet
 from distprune.collectives.communicator import Group, communicator
 from distprune.collectives.slow import work_together
-
-# linux/fcntl.h, linux/fs.h
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 @contextmanager
@@ -34,7 +29,7 @@ def writing(target: str | Path, group: Group = None, *, overwrite: bool = False,
     that no other is waiting for in the body, all raise, what was written is removed, and ``target`` is
     as it was.
 
-    Communicates a name once (two rounds), six rounds of 64 bytes and what :func:`publish` does.
+    Communicates a name once (two rounds), five rounds of 64 bytes and what :func:`publish` does.
 
     Raises:
         OSError, ValueError: on every rank: what :func:`check_output` raises, another job writes there,
@@ -44,37 +39,46 @@ def writing(target: str | Path, group: Group = None, *, overwrite: bool = False,
     comm = communicator(group)
     with together(comm, output=str(target), overwrite=overwrite):
         path = check_output(target, overwrite=overwrite, inputs=inputs)
+
+    def make(staging: Path) -> None:
+        check_output(path, overwrite=overwrite, inputs=inputs)  # what a killed job replaced is back
+        staging.mkdir()
+
     with locking(comm, path):
-        with together(comm):
-            if comm.rank == 0:
-                check_output(path, overwrite=overwrite, inputs=inputs)  # what a killed job replaced is back
-        staging = make_staging(comm, path)
-        failed: Exception | None = None
-        try:
+        staging = make_staging(comm, path, make)
+        with ending_together(comm):
             yield staging
-        except BaseException as error:
-            failed = as_told(error)
-            if cannot_meet(failed):
-                raise
-        agree(comm, {}, failed)
         publish(comm, staging, path, overwrite=overwrite, inputs=inputs)
 
 
-def make_staging(comm: Communicator, path: Path) -> Path:
-    """Make an empty directory beside ``path``; it is removed when the lock of ``path`` is let go, or taken again.
+def make_staging(comm: Communicator, path: Path, make: Callable[[Path], object] = Path.mkdir) -> Path:
+    """Let the first rank ``make`` what is written beside ``path``; it is removed when the lock of ``path`` is let go.
 
     Every rank must call it, and the first must hold the lock: a name (two rounds) and two rounds of 64 bytes.
 
     Raises:
         OSError: on every rank: it cannot be made, or a rank does not see it.
     """
-    staging = path.parent / f".{path.name}.partial-{comm.broadcast(secrets.token_hex(4))}"
+    staging = partial_of(path, comm.broadcast(secrets.token_hex(4)))
     with together(comm):
         if comm.rank == 0:
-            staging.mkdir()
+            make(staging)
     with together(comm):
         check_shared(staging)
     return staging
+
+
+@contextmanager
+def ending_together(comm: Communicator) -> Iterator[None]:
+    """Raise on all ranks what the body raises, which may communicate, on one that no other waits for: 64 bytes."""
+    failed: Exception | None = None
+    try:
+        yield
+    except BaseException as error:
+        failed = as_told(error)
+        if cannot_meet(failed):
+            raise
+    agree(comm, {}, failed)
 
 
 def check_shared(path: Path) -> None:
@@ -90,9 +94,8 @@ def publish(
 
     Every rank must call it, and the first must hold the lock. It syncs what it has written, all but the weights, which
     those that have written them must have synced. Rounds as :func:`work_together`, twice, and one of 64 bytes. At any
-    moment, killed or not, one of the two directories stands
-    under ``path``'s name, or the next job that takes the lock puts the old one back. Without ``sync_files`` that does
-    not hold when the system fails.
+    moment, killed or not, one of the two directories stands under ``path``'s name, or the next job that takes the lock
+    puts the old one back. Without ``sync_files`` that does not hold when the system fails.
 
     Raises:
         FileExistsError: on every rank: ``path`` was filled meanwhile, and ``overwrite`` is off.
@@ -101,7 +104,7 @@ def publish(
     old = path.parent / f".{path.name}.replaced-{secrets.token_hex(4)}"
 
     def sync() -> None:
-        if comm.rank == 0:
+        if comm.rank == 0 and sync_files:
             for entry in [*sorted(staging.rglob("*")), staging]:
                 if entry.suffix != WEIGHT_SUFFIX:
                     sync_file(entry)
@@ -112,33 +115,14 @@ def publish(
                 sync_file(path.parent)
             remove_tree(old)
 
-    if sync_files:
-        work_together(comm, sync)
+    work_together(comm, sync)
     with together(comm):
         if comm.rank == 0:
-            _replace(staging, path, old, overwrite=overwrite, inputs=inputs)
+            try:
+                check_output(path, overwrite=overwrite, inputs=inputs)
+            except FileExistsError as error:
+                raise FileExistsError(f"the output {path} has been filled by someone else meanwhile") from error
+            if path.exists():
+                path.rename(old)  # whoever holds the lock puts it back if that is as far as this gets
+            staging.rename(path)
     work_together(comm, clear)
-
-
-def _replace(staging: Path, path: Path, old: Path, *, overwrite: bool, inputs: Inputs) -> None:
-    """Rename ``staging`` to ``path``, and what is there to ``old``. Local."""
-    try:
-        check_output(path, overwrite=overwrite, inputs=inputs)
-    except FileExistsError as error:
-        raise FileExistsError(f"the output directory {path} has been filled by someone else meanwhile") from error
-    if not path.exists():
-        staging.rename(path)
-    elif _exchanged(staging, path):
-        staging.rename(old)
-    else:
-        path.rename(old)  # whoever holds the lock puts it back if that is as far as this gets
-        staging.rename(path)
-
-
-def _exchanged(one: Path, other: Path) -> bool:
-    """Swap two directories in one step; whether the system can."""
-    try:
-        swap = ctypes.CDLL(None).renameat2
-    except AttributeError:
-        return False
-    return bool(swap(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)

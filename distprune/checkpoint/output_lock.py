@@ -8,22 +8,20 @@ becomes the output again where the job was killed before its own took that place
 
 from __future__ import annotations
 
-import errno
 import os
 import platform
 import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from filelock import FileLock, SoftFileLock, Timeout
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from distprune.collectives.agree import together
 from distprune.collectives.base import Communicator
 
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _PATIENCE = 0.2  # seconds: the job before may just be removing its lock
 
 
@@ -37,53 +35,49 @@ def locking(comm: Communicator, path: Path) -> Iterator[None]:
     Raises:
         OSError: on every rank: another job holds it, and the message says which; or its parent is not writable.
     """
-    held: FileLock | SoftFileLock | None = None
-    try:
+    with ExitStack() as at_end:  # does all that was asked of it, even if SIGTERM comes meanwhile
         with together(comm):
             if comm.rank == 0:
                 held = _lock(path)
+                at_end.callback(_let_go, held)
+                at_end.callback(_tidy_quietly, path)
                 _tidy(path)
         yield
-    finally:
-        if held is not None:
-            try:
-                with suppress(Exception):  # the job is done
-                    _tidy(path)
-            finally:  # SIGTERM may have come meanwhile
-                with suppress(Exception):
-                    if not isinstance(held, SoftFileLock):
-                        os.unlink(held.lock_file)  # still held: a job that has it open sees that, and makes a new one
-                with suppress(Exception):  # the system lets go of it when the process ends
-                    held.release()
 
 
-def _lock(path: Path) -> FileLock | SoftFileLock:
-    """Return the lock, which is held."""
+def _lock(path: Path) -> BaseFileLock:
+    """Return the lock, which is held. Where a file system has no locks, filelock's file is there while it is held."""
     file = path.parent / f".{path.name}.lock"
-    lock: FileLock | SoftFileLock = FileLock(file, timeout=_PATIENCE, fallback_to_soft=False)
+    lock: BaseFileLock = FileLock(file, timeout=_PATIENCE)
     try:
         path.parent.mkdir(exist_ok=True)
-        try:
-            lock.acquire()
+        lock.acquire()
+        if not isinstance(lock, SoftFileLock):
             file.write_text(f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            # On a file system without locks the file is the lock, and names its process.
-            file.unlink(missing_ok=True)
-            lock = SoftFileLock(file.with_suffix(".softlock"), timeout=_PATIENCE)
-            lock.acquire()
     except OSError as error:
-        if not isinstance(error, Timeout) or not os.path.lexists(lock.lock_file):
+        if not isinstance(error, Timeout) or not os.path.lexists(file):
             raise PermissionError(f"the output cannot be written in {path.parent}: {error}") from error
         holder, way_out = "", "wait for it or name another output"
         with suppress(OSError):
-            holder = Path(lock.lock_file).read_text(errors="replace")
+            holder = file.read_text(errors="replace")
         if isinstance(lock, SoftFileLock):
-            holder = f"process {' on '.join(holder.splitlines()[:2])}"  # as filelock writes it
-            way_out = f"if that job is gone, remove {lock.lock_file}"
+            holder = f"process {' on '.join(holder.splitlines()[:2])}"
+            way_out = f"if that job is gone, remove {file}"
         raise OSError(f"the output {path} is being written by {holder or 'another job'}; {way_out}") from error
     return lock
+
+
+def _let_go(lock: BaseFileLock) -> None:
+    with suppress(Exception):  # the job is done
+        if not isinstance(lock, SoftFileLock):
+            os.unlink(lock.lock_file)  # still held: a job that has it open sees that, and makes a new one
+    with suppress(Exception):  # the system lets go of it when the process ends
+        lock.release()
+
+
+def _tidy_quietly(path: Path) -> None:
+    with suppress(Exception):  # the job is done
+        _tidy(path)
 
 
 def _tidy(path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from distprune.checkpoint.hf_directory import CONFIG_NAME, INDEX_NAME, read_json
+from distprune.checkpoint.hf_directory import CONFIG_NAME, INDEX_NAME, WEIGHT_SUFFIX, read_json
 
 Inputs: TypeAlias = Sequence[str | Path]
 
@@ -19,7 +19,6 @@ _SMALL = re.compile(
     r"|chat_template|report)\.json|journal\.jsonl|(vocab|merges)\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model"
     r"|chat_template\.jinja|additional_chat_templates/[^/]+\.jinja|\d+_[A-Za-z]+/config\.json|README\.md|LICENSE(\.txt|\.md)?|NOTICE|USE_POLICY\.md|\.gitattributes|report\.png"
 )
-_MOUNTS = Path("/proc/self/mountinfo")
 
 
 def check_output(target: str | Path, *, overwrite: bool = False, inputs: Inputs = ()) -> Path:
@@ -32,7 +31,7 @@ def check_output(target: str | Path, *, overwrite: bool = False, inputs: Inputs 
         FileNotFoundError: neither its parent nor the directory above that exists: one of them is made, no more.
         NotADirectoryError: it, or something above it, is a file.
         PermissionError: its parent, or the first one that exists, is not writable.
-        ValueError: it has no name, is a link, is or holds the home or the current directory, an input or a
+        ValueError: it has no name, is a link, is or holds the home or the current directory or an input, is a
             mount point, lies in an input, or holds anything but a model's files.
     """
     if not str(target):
@@ -48,8 +47,8 @@ def check_output(target: str | Path, *, overwrite: bool = False, inputs: Inputs 
         if lies_in(path, given) or any(_holds(path, theirs) for theirs in _places(given)):
             raise ValueError(f"the output {path} and the input {given} lie inside each other; write elsewhere")
     if path.is_dir():
-        for what, kept in (("home", os.path.expanduser("~")), ("current", os.getcwd())):
-            if _holds(path, Path(os.path.realpath(kept))):
+        for what, kept in (("home", "~"), ("current", ".")):
+            if _holds(path, Path(os.path.realpath(os.path.expanduser(kept)))):
                 raise ValueError(f"the output {path} is or holds the {what} directory; name another")
         if any(path.iterdir()):
             if not overwrite:
@@ -57,9 +56,8 @@ def check_output(target: str | Path, *, overwrite: bool = False, inputs: Inputs 
                     f"the output directory {path} exists and is not empty; name another or pass overwrite=True"
                 )
             _check_replaceable(path, inputs)
-        mounts = [mount for mount in _mounts() if path in (mount, *mount.parents)]
-        if mounts or os.path.ismount(path):
-            raise ValueError(f"the output {path} is or holds a mount point and cannot be replaced; name another")
+        if os.path.ismount(path):
+            raise ValueError(f"the output {path} is a mount point and cannot be replaced; name another")
     if nearest not in (path, path.parent, path.parent.parent):
         raise FileNotFoundError(f"the output {path} cannot be made: there is no directory {path.parent.parent}")
     parent = path.parent if nearest == path else nearest
@@ -97,34 +95,28 @@ def _same(one: Path, other: Path) -> bool:
     return one.exists() and other.exists() and one.samefile(other)
 
 
-def _mounts() -> list[Path]:
-    if not _MOUNTS.exists():
-        return []
-    places = [line.split()[4] for line in _MOUNTS.read_text(errors="surrogateescape").splitlines()]
-    return [Path(re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), place)) for place in places]
-
-
 def _check_replaceable(path: Path, inputs: Inputs) -> None:
+    """Raise a ValueError unless ``path`` is a model directory that holds a model's files and copies of inputs alone."""
     try:
         listed = set(read_json(path / INDEX_NAME)["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         listed = set()
-    entries = {
-        entry.relative_to(path).as_posix()
-        for entry in path.rglob("*")
-        if entry.is_symlink() or not entry.is_dir() or not any(entry.iterdir())
-    }
-    files = {name for name in entries if (path / name).is_file() and not (path / name).is_symlink()}
-    weights = {name for name in files if _WEIGHTS.fullmatch(name) or (name in listed and name.endswith(".safetensors"))}
-    known = weights | {name for name in files if _SMALL.fullmatch(name) or _is_copy(path, name, inputs)}
-    foreign = sorted(entries - known)
+    foreign, has_weights = [], False
+    for entry in sorted(path.rglob("*")):
+        name, is_file = entry.relative_to(path).as_posix(), entry.is_file() and not entry.is_symlink()
+        if entry.is_dir() and not entry.is_symlink() and any(entry.iterdir()):
+            continue
+        is_weights = is_file and bool(_WEIGHTS.fullmatch(name) or (name in listed and name.endswith(WEIGHT_SUFFIX)))
+        has_weights |= is_weights
+        if not (is_weights or (is_file and (_SMALL.fullmatch(name) or _is_copy(path, name, inputs)))):
+            foreign.append(name)
     if foreign:
         more = f" and {len(foreign) - 5} more" if len(foreign) > 5 else ""
         raise ValueError(
             f"the output {path} is not replaced: it holds {foreign[:5]}{more}, which are no files of a model; "
             "move them away or name another output"
         )
-    if not weights or CONFIG_NAME not in known:
+    if not has_weights or not (path / CONFIG_NAME).is_file():
         raise ValueError(f"the output {path} is not replaced: it is no model directory; name another output")
 
 

@@ -21,7 +21,7 @@ def open_together(comm: Communicator, path: str | Path) -> HfDirectory:
     """
     with together(comm):
         directory = open_directory(path)
-        facts = {"weight files": [*directory.stamps], "checkpoint": directory.fingerprint()}
+        facts = {"weight files": [*directory.stamps], "model files": directory.fingerprint()}
     agree(comm, facts)
     return directory
 

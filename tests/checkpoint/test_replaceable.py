@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from distprune.checkpoint import replaceable
 from distprune.checkpoint.replaceable import check_output
 from tests.checkpoint.test_output_directory import make_old
 
@@ -127,14 +126,6 @@ def test_the_input_under_another_name(model: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Path, "samefile", lambda a, b: {a, b} == {model, same} or samefile(a, b))
     refused(model, "lie inside each other", same)
     refused(model, "lie inside each other", same / "config.json")
-
-
-def test_mounts_inside(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mounts = tmp_path / "mountinfo"
-    monkeypatch.setattr(replaceable, "_MOUNTS", mounts)
-    place = str(model / "README.md").replace("-", "\\055")  # how the kernel writes what is no plain letter
-    mounts.write_text(f"36 35 98:0 / / rw - ext3 /dev/root rw\n37 35 98:0 /x {place} rw - ext3 /dev/root rw\n")
-    refused(model, "mount point")
 
 
 def test_loops_of_links(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def other_files(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"), [(other_header, "checkpoint"), (other_files, "weight files"), (other_weights, "weights (256 ")]
+    ("change", "said"), [(other_header, "model files"), (other_files, "weight files"), (other_weights, "weights (256 ")]
 )
 def test_copies_that_differ(split_model: Path, tmp_path: Path, change: Any, said: str) -> None:
     copies = [shutil.copytree(split_model, tmp_path / name) for name in ("one", "other")]

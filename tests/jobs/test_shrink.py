@@ -250,11 +250,10 @@ def test_killed_when_its_output_is_in_place(job: ShrinkJob, tmp_path: Path) -> N
 
 
 def test_killed_when_it_has_taken_the_place_of_another(job: ShrinkJob, tmp_path: Path) -> None:
-    exchange = output_directory._exchanged
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("distprune.jobs.run.can_draw", lambda _: False)
         run_shrink_job(job)
-        patch.setattr(output_directory, "_exchanged", lambda *paths: die(exchange(*paths)))
+        patch.setattr(output_directory, "remove_tree", die)
         with pytest.raises(Killed):
             run_shrink_job(dataclasses.replace(job, overwrite=True, seed=1))
     assert json.loads((Path(job.output) / REPORT_NAME).read_text())["arguments"]["seed"] == 1
