@@ -76,80 +76,18 @@ from distprune.training.sparse_training import SparseTraining
 from distprune.training.straight_through import StraightThrough
 from distprune.version import __version__
 
-__all__ = [
-    "ADMM",
-    "BasePruningMethod",
-    "Block",
-    "ChannelNorm",
-    "Channels",
-    "CustomFromMask",
-    "Geometry",
-    "Gradient",
-    "Hold",
-    "Identity",
-    "L1Pattern",
-    "L1Unstructured",
-    "LnStructured",
-    "LocalShard",
-    "Magnitude",
-    "Masks",
-    "Movement",
-    "NByM",
-    "OneShotReport",
-    "Overlap",
-    "Ownership",
-    "ParameterReport",
-    "Pattern",
-    "PerRow",
-    "PruneReport",
-    "PruningContainer",
-    "Random",
-    "RandomPattern",
-    "RandomStructured",
-    "RandomUnstructured",
-    "Regrow",
-    "Score",
-    "Shrunk",
-    "Solver",
-    "SparseGPT",
-    "SparseTraining",
-    "StraightThrough",
-    "Taylor",
-    "TrainingReport",
-    "Unstructured",
-    "Wanda",
-    "__version__",
-    "allocate",
-    "at_once",
-    "calibration_windows",
-    "compute_masks",
-    "constant",
-    "cubic",
-    "custom_from_mask",
-    "dense_state_dict",
-    "erk",
-    "global_unstructured",
-    "hold_zeros",
-    "identity",
-    "is_pruned",
-    "l1_pattern",
-    "l1_unstructured",
-    "ln_structured",
-    "load",
-    "merge_adapters",
-    "own_words",
-    "perplexity",
-    "prune_blocks",
-    "prune_each",
-    "prune_model",
-    "prune_shards",
-    "random_pattern",
-    "random_structured",
-    "random_unstructured",
-    "remove",
-    "save",
-    "shard_masks",
-    "shrink_model",
-    "sparsity",
-    "stepwise",
-]
+__all__ = ["Masks", "Overlap", "ParameterReport", "PruneReport", "compute_masks", "prune_model", "prune_shards"]
+__all__ += ["Block", "Channels", "NByM", "Pattern", "PerRow", "Unstructured"]
+__all__ += ["ChannelNorm", "Gradient", "Magnitude", "Movement", "Random", "Score", "Taylor", "Wanda"]
+__all__ += ["ADMM", "OneShotReport", "Solver", "SparseGPT", "allocate", "prune_blocks"]
+__all__ += ["calibration_windows", "own_words", "perplexity", "sparsity"]
+__all__ += ["Hold", "Regrow", "SparseTraining", "StraightThrough", "TrainingReport", "erk", "hold_zeros"]
+__all__ += ["at_once", "constant", "cubic", "stepwise"]
+__all__ += ["Shrunk", "shrink_model"]
+__all__ += ["__version__", "dense_state_dict", "load", "merge_adapters", "save", "shard_masks"]
+__all__ += ["Geometry", "LocalShard", "Ownership"]
+__all__ += ["BasePruningMethod", "CustomFromMask", "Identity", "PruningContainer"]
+__all__ += ["L1Pattern", "L1Unstructured", "LnStructured", "RandomPattern", "RandomStructured", "RandomUnstructured"]
+__all__ += ["identity", "l1_unstructured", "ln_structured", "random_structured", "random_unstructured"]
+__all__ += ["custom_from_mask", "global_unstructured", "is_pruned", "l1_pattern", "prune_each", "random_pattern"]
+__all__ += ["remove"]

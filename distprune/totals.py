@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 
-class Counted(Protocol):
-    """A part whose elements, and the zeros among them, are counted."""
-
-    @property
-    def num_elements(self) -> int: ...
+class Totals:
+    """The totals over ``counted`` parts, whose elements, and the zeros among them, are counted."""
 
     @property
-    def num_zeros(self) -> int: ...
-
-
-class Totals(ABC):
-    """The totals over ``counted`` parts."""
-
-    @property
-    @abstractmethod
-    def counted(self) -> Sequence[Counted]:
+    def counted(self) -> Sequence[Any]:
         """The parts that count."""
+        raise NotImplementedError
 
     @property
     def num_elements(self) -> int:

@@ -31,10 +31,10 @@ from distprune import (
     SparseGPT,
     SparseTraining,
     StraightThrough,
-    brief,
     compute_masks,
     constant,
     cubic,
+    formatting,
     hints,
     prune_blocks,
     prune_model,
@@ -76,7 +76,7 @@ def test_examples(tmp_path: Path) -> None:
             runner.run(example)
     assert runner.tries > 150
     assert runner.failures == 0
-    assert sum(doctest.testmod(module).failed for module in (brief, hints, token_ids)) == 0
+    assert sum(doctest.testmod(module).failed for module in (formatting, hints, token_ids)) == 0
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "distprune"
 
 LEVEL = {
     "mistakes": -1,
-    "brief": 0,
+    "formatting": 0,
     "collectives": 0,
     "hints": 0,
     "totals": 0,

@@ -9,12 +9,12 @@ from typing import Any, Self
 
 from typing_extensions import override
 
-from distprune.brief import printable
 from distprune.checkpoint.inspect import InspectReport
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.cli.heartbeat import Heartbeat
 from distprune.cli.summary import inspection_lines, job_lines, sample_lines
 from distprune.cli.tables import show_inspection, show_job, show_plan
+from distprune.formatting import printable
 from distprune.jobs import JobReport, PlannedWalk, Sampled, Watcher, Work
 from distprune.jobs.figures import mean_error
 

@@ -16,7 +16,6 @@ from typing import Annotated, Any, NoReturn
 import torch
 import typer
 
-from distprune.brief import printable
 from distprune.checkpoint.inspect import inspect_directory
 from distprune.cli.bus_error import explain_bus_errors
 from distprune.cli.commands import JobCommand, add_command, as_epilog
@@ -27,6 +26,7 @@ from distprune.cli.ranks import Launch
 from distprune.cli.usage import UsageError, usage_text
 from distprune.cli.wording import worded
 from distprune.collectives.base import as_told, cannot_meet, has_lost_ranks
+from distprune.formatting import printable
 from distprune.jobs import (
     BareJob,
     FinetuneJob,

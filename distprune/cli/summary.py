@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from textwrap import wrap
 
-from distprune.brief import count, share, worst, zeros
 from distprune.checkpoint.hub import name_of_model
 from distprune.checkpoint.inspect import InspectReport
+from distprune.formatting import count, share, worst, zeros
 from distprune.jobs import JobReport, PrunedBlocks, Sampled, SmallerModel, Trained, Work
 from distprune.jobs.figures import evaluated, kinds_of_tensors, work_rows
 from distprune.jobs.run import REPORT_NAME

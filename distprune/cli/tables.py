@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from distprune.brief import printable
 from distprune.checkpoint.inspect import InspectReport
 from distprune.checkpoint.optional_packages import import_extra
+from distprune.formatting import printable
 from distprune.jobs import JobReport, PlannedWalk, Trained, Walked, Work
 from distprune.jobs.figures import Kind, kinds_of, range_of, trial_rows
 from distprune.jobs.report import SmallerModel

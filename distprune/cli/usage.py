@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from distprune.brief import printable
+from distprune.formatting import printable
 
 UsageError: Any = typer.BadParameter.__mro__[1]  # of click, which typer may bring along as a part of its own
 

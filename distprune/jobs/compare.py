@@ -10,12 +10,12 @@ from typing import Any, TypeAlias
 
 from typing_extensions import override
 
-from distprune.brief import count, one_line, printable, share
 from distprune.checkpoint.hf_directory import CONFIG_NAME
 from distprune.checkpoint.inspect import inspect_directory
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.stored_slices import Progress
 from distprune.figure import check_picture, new_figure, write_png
+from distprune.formatting import count, one_line, printable, share
 from distprune.jobs.run import REPORT_NAME
 
 _NO_FIGURE = "-"

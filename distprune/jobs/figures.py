@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distprune.brief import count, share
 from distprune.calibration.own_words import SELF
 from distprune.checkpoint.inspect import TensorReport
+from distprune.formatting import count, share
 from distprune.jobs.report import JobReport, SmallerModel, Trained, Walked, Work
 from distprune.patterns.as_pattern import as_pattern
 from distprune.pruning.report import PruneReport

@@ -8,10 +8,10 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from distprune.brief import count, share
 from distprune.checkpoint.hub import name_of_model
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.figure import new_figure, png_of
+from distprune.formatting import count, share
 from distprune.jobs.figures import Kind, by_kind
 from distprune.jobs.report import JobReport, PrunedBlocks, SmallerModel, Trained, Work
 from distprune.pruning.report import PruneReport

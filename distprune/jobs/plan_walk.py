@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from distprune.brief import one_line
 from distprune.calibration.available import available_bytes
 from distprune.calibration.data import load_samples
 from distprune.calibration.own_words import SELF, texts_of, writing_bytes
@@ -19,6 +18,7 @@ from distprune.checkpoint.pretrained import load_tokenizer
 from distprune.checkpoint.shared_reading import open_together
 from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import communicator
+from distprune.formatting import one_line
 from distprune.jobs.fit_memory import num_on_machine
 from distprune.jobs.one_shot import OneShotJob
 from distprune.jobs.options import PLAN, ask, asked as asked_of, parse_bytes

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from typing_extensions import override
 
-from distprune.brief import count, one_line, share, zeros
+from distprune.formatting import count, one_line, share, zeros
 from distprune.jobs.options import Job
 from distprune.oneshot.allocation import Allocation
 from distprune.oneshot.report import OneShotReport

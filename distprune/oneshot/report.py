@@ -11,9 +11,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from distprune.brief import count, cut, one_line, share, took, worst, zeros
 from distprune.collectives.agree import sum_together
 from distprune.collectives.base import Communicator
+from distprune.formatting import count, cut, one_line, share, took, worst, zeros
 from distprune.oneshot.block_fit import BlockFit
 from distprune.totals import Totals
 

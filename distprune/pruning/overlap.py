@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
-from distprune.brief import one_line, share
+from distprune.formatting import one_line, share
 from distprune.shards.device import count_true, fetched
 from distprune.shards.local_shard import flat_chunks
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from typing_extensions import override
 
-from distprune.brief import count, cut, one_line, share, took, worst, zeros
+from distprune.formatting import count, cut, one_line, share, took, worst, zeros
 from distprune.pruning.masks import Masks
 from distprune.totals import Totals
 

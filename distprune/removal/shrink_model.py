@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.brief import count, one_line
 from distprune.calibration.own_words import samples_of
 from distprune.calibration.token_ids import TokenIds, as_windows
 from distprune.collectives.agree import together
 from distprune.collectives.communicator import Group, communicator
+from distprune.formatting import count, one_line
 from distprune.hints import with_hints
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.find_shards import count_parameters

@@ -25,11 +25,11 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.brief import one_line
 from distprune.collectives.agree import together
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Group, communicator
 from distprune.evaluation import Continuation, log_likelihoods
+from distprune.formatting import one_line
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.oneshot.plan import check_samples
 from distprune.removal.budget import Budget, Chosen, cost_curve

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
-from distprune.brief import one_line
+from distprune.formatting import one_line
 from distprune.shards.device import sent
 
 Runs = tuple[tuple[int, int], ...]

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.brief import count, one_line
 from distprune.collectives.roster import Layout
+from distprune.formatting import count, one_line
 from distprune.shards.device import chunk_size, count_true, fetched, on_host
 from distprune.shards.geometry import Geometry
 from distprune.shards.matrix import Matrix

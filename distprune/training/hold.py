@@ -21,9 +21,9 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from distprune.brief import one_line
 from distprune.collectives.agree import together
 from distprune.collectives.communicator import Group, communicator
+from distprune.formatting import one_line
 from distprune.masks.in_place import make_zeros_positive, zero_where_pruned
 from distprune.models.find_shards import NamePattern
 from distprune.models.runnable import check_not_offloaded

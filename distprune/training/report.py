@@ -9,9 +9,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from distprune.brief import count, one_line, share
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.figure import check_picture, new_figure, write_png
+from distprune.formatting import count, one_line, share
 
 _NUM_SHOWN = 8  # updates; the others are in ``updates``
 

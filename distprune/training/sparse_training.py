@@ -14,9 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from distprune.brief import one_line, share
 from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import Group, communicator
+from distprune.formatting import one_line, share
 from distprune.hints import with_hints
 from distprune.models.find_shards import NamePattern
 from distprune.patterns.as_pattern import says_how_much

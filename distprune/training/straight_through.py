@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from distprune.brief import cut, one_line
 from distprune.collectives.agree import max_together, sum_together
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Group, communicator
+from distprune.formatting import cut, one_line
 from distprune.masks.in_place import bring_back, set_aside
 from distprune.models.find_shards import Found, NamePattern, find_shards
 from distprune.patterns.as_pattern import as_pattern, says_how_much
