@@ -21,8 +21,7 @@ from distprune.patterns.channels import Channels
 from distprune.patterns.n_by_m import NByM
 from distprune.patterns.unstructured import Unstructured
 from distprune.patterns.within_rows import PerRow
-from distprune.pruning.masks import Masks, sparsity
-from distprune.pruning.overlap import Overlap
+from distprune.pruning.masks import Masks, Overlap, sparsity
 from distprune.pruning.prune_model import compute_masks, prune_model, prune_shards
 from distprune.pruning.report import ParameterReport, PruneReport
 from distprune.pruning.torch_api.base import BasePruningMethod, CustomFromMask, PruningContainer
@@ -39,6 +38,7 @@ from distprune.pruning.torch_api.functions import (
     random_structured,
     random_unstructured,
     remove,
+    shard_masks,
 )
 from distprune.pruning.torch_api.helpers import (
     _compute_norm as _compute_norm,
@@ -57,7 +57,6 @@ from distprune.pruning.torch_api.methods import (
     RandomStructured,
     RandomUnstructured,
 )
-from distprune.pruning.torch_api.shard_masks import shard_masks
 from distprune.removal.shrink_model import Shrunk, shrink_model
 from distprune.scores.base import Score
 from distprune.scores.channel_norm import ChannelNorm

@@ -48,9 +48,9 @@ class Found:
     """
 
     shards: list[LocalShard]
-    patterns: list[tuple[NamePattern, int]]
-    by_default: bool
-    has_blocks: bool
+    patterns: Sequence[tuple[NamePattern, int]] = ()
+    by_default: bool = False
+    has_blocks: bool = False
     num_parameters: int | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)

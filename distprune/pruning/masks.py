@@ -6,6 +6,7 @@ import dataclasses
 import glob
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final, overload
 
@@ -21,11 +22,11 @@ from distprune.collectives.alone import Alone
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Group, communicator
 from distprune.collectives.roster import Roster
+from distprune.formatting import one_line, share
 from distprune.masks.in_place import zero_where_pruned
 from distprune.models.find_shards import NamePattern, is_sharded
 from distprune.patterns.census import check_parts
 from distprune.pruning.agreement import agree_on_model
-from distprune.pruning.overlap import Overlap, counts_pruned
 from distprune.pruning.present import present, values_now
 from distprune.pruning.torch_api.functions import put_masks
 from distprune.shards.fsdp2 import Fsdp2Params
@@ -34,13 +35,30 @@ from distprune.shards.local_shard import LocalShard, count_zeros
 from distprune.shards.own_settings import own_settings
 
 
+@dataclass(frozen=True)
+class Overlap:
+    """How much of what two masks prune is the same: intersection over union, ``total`` and ``by_name``; 1: all.
+
+    >>> masks = compute_masks(torch.nn.Linear(8, 4), 0.5)
+    >>> masks.overlap(masks)
+    <Overlap: 100.0 % of what either prunes, 1 parameters>
+    """
+
+    total: float
+    by_name: dict[str, float]
+
+    @override
+    def __repr__(self) -> str:
+        return one_line(self, f"{share(self.total)} of what either prunes, {len(self.by_name)} parameters")
+
+
 @final
 class Masks(Mapping[str, torch.Tensor]):
     """The masks of a call, by parameter name: bool, True = keep, this rank's part of each.
 
-    A mask has its parameter's layout. It is a DTensor if the parameter is one; on FSDP1 and for rows spread by hand it
-    is the local part alone. Later changes of the model do not change it. Every rank of the group that chose the masks
-    must call ``&``, ``|``, ``^`` and the methods that say so.
+    A mask has its parameter's layout: a DTensor if the parameter is one; on FSDP1 and for rows spread by hand the local
+    part alone. Later changes of the model do not change it. Every rank of the group that chose the masks must call
+    ``&``, ``|``, ``^`` and the methods that say so.
 
     >>> model = torch.nn.Linear(4, 4)
     >>> masks = compute_masks(model, 0.5)
@@ -165,24 +183,15 @@ class Masks(Mapping[str, torch.Tensor]):
         >>> masks.overlap(masks).total, masks.overlap(~masks).by_name
         (1.0, {'weight': 0.0})
 
-        Every rank must call it: one round of 16 bytes a parameter. Where neither prunes anything it is 1.
+        Every rank must call it: four rounds. Where neither prunes anything it is 1.
 
         Raises:
             ValueError: on every rank: masks of other parameters, or laid out otherwise.
         """
-
-        def fill(counts: torch.Tensor) -> None:
-            self._check_like(other)
-            place = self._roster.index()
-            owned = [name for name in self._local if self._shards[name].owned]
-            found = counts_pruned([(self._local[name], other._local[name]) for name in owned])
-            for name, pair in zip(owned, found, strict=True):
-                counts[place[name]] = torch.tensor(pair, dtype=torch.int64, device="cpu")
-
-        counts = sum_together(self._comm, (len(self._roster.members), 2), fill)
-        return Overlap.of(
-            {member.name: pair for member, pair in zip(self._roster.members, counts.tolist(), strict=True)}
-        )
+        in_both, in_either = (self | other)._num_pruned(), (self & other)._num_pruned()
+        shares = [num / num_either if num_either else 1.0 for num, num_either in zip(in_both, in_either, strict=True)]
+        total = sum(in_both) / sum(in_either) if any(in_either) else 1.0
+        return Overlap(total, dict(zip(self._roster.index(), shares, strict=True)))
 
     def equal(self, other: Masks) -> bool:
         """Return whether both keep the same of the same parameters, laid out alike.
@@ -209,8 +218,7 @@ class Masks(Mapping[str, torch.Tensor]):
 
     @property
     def _whole_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """By name, over all ranks."""
-        return [(member.name, member.global_shape) for member in self._roster.members]
+        return [(member.name, member.global_shape) for member in self._roster.members]  # over all ranks
 
     def _held(self) -> list[LocalShard]:
         return [*self._shards.values()]
@@ -233,6 +241,15 @@ class Masks(Mapping[str, torch.Tensor]):
             ValueError: on every rank: another ``by``.
         """
 
+        num_pruned = self._num_pruned(by)
+        numels = {member.name: math.prod(member.global_shape) for member in self._roster.members}
+        if by is None:
+            return sum(num_pruned) / max(sum(numels.values()), 1)
+        return {name: num / max(numel, 1) for (name, numel), num in zip(numels.items(), num_pruned, strict=True)}
+
+    def _num_pruned(self, by: str | None = None) -> list[int]:
+        """Return how many elements of each parameter are pruned, over all ranks. Every rank must call it."""
+
         def fill(num_pruned: torch.Tensor) -> None:
             if by not in (None, "name"):
                 raise ValueError(f"by={by!r} is neither 'name' nor None")
@@ -241,11 +258,8 @@ class Masks(Mapping[str, torch.Tensor]):
             for name, num in zip(owned, count_zeros([*owned.values()]), strict=True):
                 num_pruned[place[name]] = num
 
-        num_pruned: list[int] = sum_together(self._comm, (len(self._roster.members),), fill).tolist()
-        numels = {member.name: math.prod(member.global_shape) for member in self._roster.members}
-        if by is None:
-            return sum(num_pruned) / max(sum(numels.values()), 1)
-        return {name: num / max(numel, 1) for (name, numel), num in zip(numels.items(), num_pruned, strict=True)}
+        counts: list[int] = sum_together(self._comm, (len(self._roster.members),), fill).tolist()
+        return counts
 
     @own_settings()
     def apply_(self) -> None:
@@ -281,8 +295,7 @@ class Masks(Mapping[str, torch.Tensor]):
         >>> masks = Masks.load("masks.safetensors", model)  # doctest: +SKIP
 
         Every rank must call it, and see ``path``: one round of 64 bytes, and those of
-        ``write_together``. The file is written beside ``path`` and renamed: what stands there
-        is whole. ``overwrite``: replace a file that is there.
+        ``write_together``, which renames it when it is whole. ``overwrite``: replace a file that is there.
 
         Raises:
             FileExistsError: on every rank, nothing changed: there is something at ``path``, and ``overwrite`` is off.
@@ -373,10 +386,9 @@ def sparsity(
     >>> sparsity(torch.nn.Linear(8, 8))
     0.0
 
-    Arguments as in :func:`distprune.prune_model`: by default the weights that it prunes are counted. Pruned elements of
-    reparametrized parameters count as zeros. Every rank of ``group`` must call it: three rounds; on pipelines up to
-    four more. Without ``group`` a model that is neither FSDP's nor made of DTensors is counted alone: any rank may
-    ask, and one with a pipeline stage hears of its own. Errors are those of :meth:`Masks.of`.
+    Arguments and errors: as of :meth:`Masks.of`. Every rank of ``group`` must call it: three rounds; on pipelines four
+    more. Without ``group`` a model that is neither FSDP's nor made of DTensors is counted alone: any rank may ask, and
+    one with a pipeline stage hears of its own.
     """
     comm = Alone() if group is None and not is_sharded(model) else communicator(group)
     return Masks.of(model, include=include, exclude=exclude, group=comm).sparsity()

@@ -8,27 +8,27 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
 
-from distprune.collectives.agree import sum_together
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Group, communicator
 from distprune.hints import with_hints
 from distprune.masks.in_place import zero_where_pruned
 from distprune.models.find_shards import Found, NamePattern, find_shards
 from distprune.patterns.as_pattern import as_pattern
-from distprune.patterns.base import Choice, Pattern, Ranked, Scope
+from distprune.patterns.base import Pattern, Ranked, Scope
 from distprune.pruning.agreement import Facts, agree_on, all_shown, with_seed
+from distprune.pruning.choose_masks import choose_masks
 from distprune.pruning.evidence import GivenEvidence, check_names, checksums, given_by_name, local_evidence
 from distprune.pruning.fitting import fitted
 from distprune.pruning.masks import Masks
 from distprune.pruning.report import ParameterReport, PruneReport
 from distprune.scores.as_score import ScoreLike, as_score
-from distprune.scores.base import Evidence, LocalScores, Score, count_unread_nans, local_scores
+from distprune.scores.base import Evidence, LocalScores, Score, local_scores
 from distprune.scores.random import Random
-from distprune.selection.kth_value import raise_nans
 from distprune.shards.local_shard import LocalShard
 
 
@@ -178,11 +178,10 @@ def compute_masks(
 
     Arguments, who must call it, rounds and errors: as :func:`prune_model`.
     """
-    request = Request(model, sparsity, score, pattern, scope, seed, evidence, include, exclude)
-    choosing = Choosing(communicator(group), request)
-    ranked = choosing.ranked
-    masks, _ = choose_masks(ranked, choosing.choice)
-    return Masks(ranked.comm, ranked.roster, [scores.shard for scores in ranked.scores], masks)
+    choosing = Choosing(
+        communicator(group), Request(model, sparsity, score, pattern, scope, seed, evidence, include, exclude)
+    )
+    return choosing.masks(choose_masks(choosing.ranked, choosing.choice)[0])
 
 
 @dataclass(frozen=True)
@@ -205,41 +204,25 @@ class Request:
         if isinstance(self.of, Found):
             return self.of
         if isinstance(self.of, Sequence) and all(isinstance(shard, LocalShard) for shard in self.of):
-            return Found(
-                list(self.of),
-                [],
-                by_default=False,
-                has_blocks=False,
-                names={shard.name: shard.name for shard in self.of},
-            )
+            return Found([*self.of], names={shard.name: shard.name for shard in self.of})
         return find_shards(self.of, self.include, self.exclude)  # type: ignore[arg-type]  # which says what it takes
 
     def facts(self) -> dict[str, object]:
         """Return what all ranks must agree on, as it is shown when they do not."""
-        arguments = ("sparsity", "pattern", "scope", "seed")
         score = self.score if isinstance(self.score, str | Score) else getattr(self.score, "__qualname__", "function")
-        return {
-            **{name: repr(getattr(self, name)) for name in arguments},
-            "score": repr(score),
-            "evidence": sorted(self.evidence or ()),
-            **{name: all_shown(getattr(self, name)) for name in ("include", "exclude")},
-        }
-
-    def checked(self) -> tuple[Score, Pattern]:
-        """Return the score and the pattern that are meant, or raise."""
-        return with_seed(as_score(self.score), self.seed), as_pattern(self.pattern, self.sparsity, self.scope)
+        told = {name: repr(getattr(self, name)) for name in ("sparsity", "pattern", "scope", "seed")}
+        names = {"include": all_shown(self.include), "exclude": all_shown(self.exclude)}
+        return {**told, **names, "score": repr(score), "evidence": sorted(self.evidence or ())}
 
 
 @_collector_paused()
 def prune_requested(group: Group, request: Request) -> PruneReport:
     """Find, agree, choose, and apply. Every rank must call it."""
     choosing = Choosing(communicator(group), request)
-    ranked = choosing.ranked
-    shards = [scores.shard for scores in ranked.scores]
-    masks, counts = choose_masks(ranked, choosing.choice)
-    for shard, mask in zip(shards, masks, strict=True):  # from here on no rank can fail: numpy multiplies in place
-        zero_where_pruned(shard.local, mask)
-    return choosing.report(counts, lambda: Masks.read(ranked.comm, ranked.roster, shards))
+    masks, counts = choose_masks(choosing.ranked, choosing.choice)
+    for scores, mask in zip(choosing.ranked.scores, masks, strict=True):
+        zero_where_pruned(scores.shard.local, mask)  # from here on no rank can fail: numpy multiplies in place
+    return choosing.report(counts)
 
 
 class Choosing:
@@ -250,24 +233,20 @@ class Choosing:
     """
 
     def __init__(
-        self,
-        comm: Communicator,
-        request: Request,
-        shard_of: Callable[[Pattern, LocalShard], LocalShard] | None = None,
+        self, comm: Communicator, request: Request, shard_of: Callable[[Pattern, LocalShard], LocalShard] | None = None
     ) -> None:
-        self._started, self._comm, self._traffic = time.perf_counter(), comm, comm.traffic.copy()
-
+        self._started, self._traffic = time.perf_counter(), comm.traffic.copy()
         given: dict[str, dict[str, torch.Tensor]] = {}  # evidence, by the parameter's name here
 
         def look() -> tuple[Found, Facts, Score, Pattern]:
-            score, pattern = request.checked()
+            score = with_seed(as_score(request.score), request.seed)
+            pattern = as_pattern(request.pattern, request.sparsity, request.scope)
             found = request.find()
             given.update(given_by_name(request.evidence or {}, found))
-            found = dataclasses.replace(found, evidence=checksums(given, found.shards))
+            sums = checksums(given, found.shards)
             shards = [fitted(pattern, shard, shard.name) for shard in found.shards]
-            if shard_of is not None:
-                shards = [shard_of(pattern, shard) for shard in shards]
-            return dataclasses.replace(found, shards=shards), request.facts(), score, pattern
+            shards = shards if shard_of is None else [shard_of(pattern, shard) for shard in shards]
+            return dataclasses.replace(found, shards=shards, evidence=sums), request.facts(), score, pattern
 
         def make_scores() -> list[LocalScores]:
             shards = agreed.shards()
@@ -279,61 +258,33 @@ class Choosing:
 
         agreed, self.pattern = agree_on(comm, look)
         agreed.check_found()
-        self.score, self._num_parameters, self._left_out = agreed.score, agreed.num_parameters, agreed.found.left_out
-        self.ranked = Ranked(comm, agreed.roster, self.score, make_scores, checks=shard_of is None)
+        self._num_parameters, self._left_out = agreed.num_parameters, agreed.found.left_out
+        self.ranked = Ranked(comm, agreed.roster, agreed.score, make_scores, checks=shard_of is None)
         self.choice = self.ranked.choose(self.pattern)
 
-    def report(self, counts: Sequence[Sequence[int]], masks: Callable[[], Masks]) -> PruneReport:
+    def masks(self, masks: Sequence[torch.Tensor]) -> Masks:
+        """Return the ``masks`` of this rank's shards as a value. Local."""
+        shards = [scores.shard for scores in self.ranked.scores]
+        return Masks(self.ranked.comm, self.ranked.roster, shards, masks)
+
+    def report(self, counts: Sequence[Sequence[int]], *, reads: bool = True) -> PruneReport:
         """Return what was done; ``counts``: of every member, over all ranks, zeros and zeros before. Local.
 
-        ``masks`` returns the report's, when they are asked for.
+        Its masks are read from the weights when they are asked for; unless it ``reads``, there are none.
         """
-        used = self._comm.traffic - self._traffic
-        members, numels = self.ranked.roster.members, self.ranked.numels
+        ranked = self.ranked
+        shards = [scores.shard for scores in ranked.scores] if reads else []
+        used = ranked.comm.traffic - self._traffic
+        each = zip(ranked.roster.members, ranked.numels, counts, self.choice.thresholds, strict=True)
         return PruneReport(
-            self.score.name,
+            ranked.score.name,
             repr(self.pattern),
-            self.score.seed if isinstance(self.score, Random) else None,
-            tuple(
-                ParameterReport(member.name, numel, num_zeros - num_gone, num_zeros, threshold)
-                for member, numel, (num_zeros, num_gone), threshold in zip(
-                    members, numels, counts, self.choice.thresholds, strict=True
-                )
-            ),
+            ranked.score.seed if isinstance(ranked.score, Random) else None,
+            tuple(ParameterReport(one.name, numel, new - old, new, last) for one, numel, (new, old), last in each),
             used.num_rounds,
             used.num_bytes,
             time.perf_counter() - self._started,
             self._num_parameters,
-            masks,
+            partial(Masks.read, ranked.comm, ranked.roster, shards),
             dict(self._left_out),
         )
-
-
-def choose_masks(ranked: Ranked, choice: Choice) -> tuple[list[torch.Tensor], list[list[int]]]:
-    """Return the mask of each of this rank's shards; and of every member, over all ranks, how many elements are pruned,
-    and how many of these were before.
-
-    Every rank must call it: one round of 16 bytes a parameter.
-
-    Raises:
-        ValueError: on every rank: weights or scores are NaN.
-    """
-    masks: list[torch.Tensor] = []
-    num_nans: dict[str, int] = {}
-
-    def count(words: torch.Tensor) -> None:
-        totals, sum_of_nans = words[1:].view(-1, 2).numpy(), 0
-        chosen = choice.masks(ranked.scores)
-        unread_nans = count_unread_nans(ranked.scores)
-        for scores, of_shard, num_unread in zip(ranked.scores, chosen, unread_nans, strict=True):
-            masks.append(of_shard.mask)
-            if scores.shard.owned:
-                totals[ranked.index[scores.shard.name]] = of_shard.num_pruned, of_shard.num_gone
-                num_nans[scores.shard.name] = of_shard.num_nans + num_unread
-                sum_of_nans += num_nans[scores.shard.name]
-        words[0] = sum_of_nans
-
-    words = sum_together(ranked.comm, (1 + 2 * len(ranked.numels),), count)
-    if words[0]:
-        raise_nans(ranked.comm, num_nans)
-    return masks, words[1:].view(-1, 2).tolist()

@@ -10,7 +10,6 @@ import torch
 
 from distprune.collectives.base import Communicator
 from distprune.patterns.base import Pattern
-from distprune.pruning.masks import Masks
 from distprune.pruning.prune_model import Choosing, Request
 from distprune.pruning.report import PruneReport
 from distprune.scores.base import count_unread_nans, local_scores
@@ -37,7 +36,6 @@ class StreamedPruning:
     def __init__(self, comm: Communicator, request: Request, values: Mapping[str, torch.Tensor]) -> None:
         self._values = values
         self._grains: dict[str, tuple[int, ...]] = {}
-        self._comm = comm
 
         def share(pattern: Pattern, shard: LocalShard) -> LocalShard:
             unit, shape, original = pattern.unit(shard.as_matrix()), shard.shape, None
@@ -69,7 +67,7 @@ class StreamedPruning:
         """
         values = self.values(name, piece)
         shard = dataclasses.replace(self._shards[name], local=values, geometry=piece)
-        (scores,) = local_scores(self._choosing.score, [shard], in_place=True)
+        (scores,) = local_scores(self._choosing.ranked.score, [shard], in_place=True)
         (num_unread,) = count_unread_nans([scores])
         mask = torch.empty(piece.local_numel, dtype=torch.bool, device="cpu")
         num_pruned, num_gone, num_nans = self._choosing.choice.decide(scores, mask).tolist()
@@ -85,4 +83,4 @@ class StreamedPruning:
 
     def report(self, counts: Sequence[Sequence[int]]) -> PruneReport:
         """Return what was done; ``counts``: of every one of :attr:`names`, zeros and zeros before. Without masks."""
-        return self._choosing.report(counts, lambda: Masks(self._comm, self._choosing.ranked.roster, [], []))
+        return self._choosing.report(counts, reads=False)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -15,21 +14,21 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from distprune.collectives.agree import max_together
+from distprune.collectives.agree import together
 from distprune.collectives.alone import Alone
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Group, communicator
 from distprune.masks.reparametrized import product, reparametrize, undo_reparametrization
 from distprune.models.find_shards import Found
-from distprune.patterns.base import Chosen, Pattern, Ranked, Scope
+from distprune.patterns.base import Pattern, Ranked, Scope
 from distprune.patterns.census import check_parts
 from distprune.pruning.agreement import Agreed, Facts, agree_on
+from distprune.pruning.choose_masks import choose_masks
 from distprune.pruning.fitting import fitted
 from distprune.pruning.torch_api.targets import Hook, Pairs, Scores, Target, facts, find_targets, plain
 from distprune.pruning.torch_api.users_mask import check_type, mask_by_user, masks_by_users, pruning_type
 from distprune.scores.base import LocalScores, Score
 from distprune.scores.magnitude import Magnitude
-from distprune.selection.kth_value import raise_nans
 from distprune.shards.layouts import dtensor_like, is_held, local_of, local_part, local_shard
 from distprune.shards.local_shard import LocalShard
 
@@ -131,8 +130,8 @@ class Selecting(BasePruningMethod):
     PRUNING_TYPE = "unstructured"
 
     @abstractmethod
-    def rule(self) -> tuple[Pattern, Score]:
-        """Return the pattern and the score."""
+    def rule(self) -> tuple[Pattern | None, Score]:
+        """Return the pattern and the score. Without a pattern all stays."""
 
     @property
     def selects(self) -> bool:
@@ -140,15 +139,23 @@ class Selecting(BasePruningMethod):
         return type(self).compute_mask is Selecting.compute_mask
 
     def choose(
-        self, agreed: Agreed, make_scores: Callable[[], list[LocalScores]], scope: Scope
-    ) -> Callable[[], list[Chosen]]:
-        """Return a function that returns what was chosen from each of the scores. Every rank must call it."""
+        self,
+        agreed: Agreed,
+        make_scores: Callable[[], list[LocalScores]],
+        scope: Scope = "tensor",
+        then: Callable[[Sequence[torch.Tensor]], object] = len,
+    ) -> list[torch.Tensor]:
+        """Return what stays of each shard (bool), and let ``then`` work on it. Every rank must call it."""
         pattern, _ = self.rule()
+        if pattern is None:
+            with together(agreed.comm):
+                masks = [torch.ones_like(scores.shard.local, dtype=torch.bool) for scores in make_scores()]
+                then(masks)
+            return masks
         if pattern.has_scope or scope == "global":
             pattern = pattern.within(scope)
         ranked = Ranked(agreed.comm, agreed.roster, agreed.score, make_scores, of_left=True)
-        choice = ranked.choose(pattern)
-        return lambda: choice.masks(ranked.scores)
+        return choose_masks(ranked, ranked.choose(pattern), then)[0]
 
     @override
     def compute_mask(self, t: torch.Tensor, default_mask: torch.Tensor) -> torch.Tensor:
@@ -167,16 +174,15 @@ class Selecting(BasePruningMethod):
             )
         dtype = t.dtype if pruning_type(self) == "structured" else default_mask.dtype
         pattern, score = self.rule()
-        shard = fitted(pattern, local_shard("0.t", t if t.is_floating_point() else t.double()), "t")
-        agreed, _ = agree_on(Alone(), lambda: (_found([shard]), {}, score, None))
+        shard = local_shard("0.t", t if t.is_floating_point() else t.double())
+        shard = shard if pattern is None else fitted(pattern, shard, "t")
+        agreed, _ = agree_on(Alone(), lambda: (Found([shard]), {}, score, None))
 
         def make_scores() -> list[LocalScores]:
             return [LocalScores(shard, agreed.score, {}, left, counts_gone=True) for shard in agreed.shards()]
 
-        (chosen,) = self.choose(agreed, make_scores, "tensor")()
-        if chosen.num_nans:
-            raise_nans(Alone(), {"t": chosen.num_nans})
-        return (default_mask * chosen.mask.to(default_mask.dtype)).to(dtype)
+        (mask,) = self.choose(agreed, make_scores)
+        return (default_mask * mask.to(default_mask.dtype)).to(dtype)
 
 
 class PruningContainer(BasePruningMethod, torch_prune.PruningContainer):
@@ -240,10 +246,6 @@ class CustomFromMask(BasePruningMethod):
         return default_mask * mask.to(default_mask.dtype)
 
 
-def _found(shards: list[LocalShard]) -> Found:
-    return Found(shards, [], by_default=False, has_blocks=False)
-
-
 def prune_pairs(
     comm: Communicator,
     make_pairs: Callable[[], Pairs],
@@ -255,8 +257,8 @@ def prune_pairs(
     """Prune all that ``make_pairs`` returns, each by a new method, and return their hooks. Every rank must call it.
 
     ``scope``: whether each competes by itself, or all together. Then the hooks are of the masks that were decided,
-    as in PyTorch. Rounds: one to agree, those of the method, and one at the end, of 16 bytes. Nothing is changed before
-    all ranks have decided.
+    as in PyTorch. Rounds: one to agree, those of the method, and one at the end, of 16 bytes a parameter. Nothing is
+    changed before all ranks have decided.
     """
 
     def look() -> tuple[Found, Facts, Score, tuple[list[Target], list[Hook]]]:
@@ -268,51 +270,35 @@ def prune_pairs(
         told = facts(targets, plain(methods[0]), scores) if targets and comm.size > 1 else {}
         score = methods[0].rule()[1] if methods and isinstance(methods[0], Selecting) else Magnitude()
         shards = [shard for target in targets if (shard := target.ranked) is not None]
-        return _found(shards), told, score, (targets, methods)
+        return Found(shards), told, score, (targets, methods)
 
     agreed, (targets, methods) = agree_on(comm, look)
     if not targets:
         return []
-    kind, held = pruning_type(methods[0]), [target for target in targets if target.shard is not None]
-    if isinstance(methods[0], Selecting) and methods[0].selects:
+    method, kind, masks = methods[0], pruning_type(methods[0]), list[torch.Tensor]()
+    held = [target for target in targets if target.shard is not None]
 
-        def make_scores() -> list[LocalScores]:
-            shards = zip(held, agreed.shards(), strict=True)
-            return [target.scores_of(shard, kind, agreed.score) for target, shard in shards]
+    def make_scores() -> list[LocalScores]:
+        shards = zip(held, agreed.shards(), strict=True)
+        return [target.scores_of(shard, kind, agreed.score) for target, shard in shards]
 
-        settle = methods[0].choose(agreed, make_scores, scope)
+    def combine(chosen: Sequence[torch.Tensor]) -> None:
+        keep = {target.label: mask for target, mask in zip(held, chosen, strict=True)}
+        masks.extend(target.next_mask(keep.get(target.label), kind) for target in targets)
 
-        def decide() -> Decision:
-            chosen = {target.label: part for target, part in zip(held, settle(), strict=True)}
-            keep = {label: part.mask for label, part in chosen.items()}
-            masks = [target.next_mask(keep.get(target.label), kind) for target in targets]
-            return _changes(targets, masks, methods, scope), {label: part.num_nans for label, part in chosen.items()}
-
-    else:
-        masks = _masks_of_users(agreed, targets, methods, scope)
-
-        def decide() -> Decision:
-            return _changes(targets, masks, methods, scope), {}
-
-    return put_in_place(comm, decide)
-
-
-def _masks_of_users(
-    agreed: Agreed, targets: Sequence[Target], methods: Sequence[Hook], scope: Scope
-) -> list[torch.Tensor]:
-    """Return the masks that users' own methods compute, the same on replicas. Every rank must call it: one round."""
-    masks: list[torch.Tensor] = []
-
-    def shards() -> list[LocalShard]:
+    def compute() -> list[LocalShard]:
         masks.extend(masks_by_users(targets, methods, over_all=scope == "global"))
-        held = [local_of(mask) for target, mask in zip(targets, masks, strict=True) if target.shard is not None]
-        return [
-            dataclasses.replace(shard, local=mask.reshape(shard.local.shape))
-            for shard, mask in zip(agreed.shards(), held, strict=True)
-        ]
+        local = [local_of(mask) for target, mask in zip(targets, masks, strict=True) if target.shard is not None]
+        shards = zip(agreed.shards(), local, strict=True)
+        return [dataclasses.replace(shard, local=mask.reshape(shard.local.shape)) for shard, mask in shards]
 
-    check_parts(agreed.comm, agreed.roster, shards)
-    return masks
+    if isinstance(method, Selecting) and method.selects:
+        method.choose(agreed, make_scores, scope, combine)
+    else:
+        check_parts(comm, agreed.roster, compute)  # replicas must have the same
+    if scope == "global":
+        methods = [CustomFromMask(mask) for mask in masks]
+    return [place(*change) for change in zip(targets, masks, methods, strict=True)]
 
 
 def _check_fits(target: Target, method: Hook, scope: Scope) -> None:
@@ -325,8 +311,9 @@ def _check_fits(target: Target, method: Hook, scope: Scope) -> None:
         )
     if target.old_hooks:
         check_type(method)
-    if isinstance(method, Selecting) and target.shard is not None:
-        target.shard = fitted(method.rule()[0], target.shard, target.name)
+    pattern = method.rule()[0] if isinstance(method, Selecting) else None
+    if pattern is not None and target.shard is not None:
+        target.shard = fitted(pattern, target.shard, target.name)
     standard = (BasePruningMethod.apply_mask, torch_prune.BasePruningMethod.apply_mask)
     if type(method).apply_mask not in standard and target.managed is not None:
         raise NotImplementedError(
@@ -335,51 +322,13 @@ def _check_fits(target: Target, method: Hook, scope: Scope) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Change:
-    """A target's next mask, in the layout of its parameter, and the method that made it; ``None``: it was there."""
+def place(target: Target, mask: torch.Tensor, method: Hook | None) -> Hook:
+    """Put the next ``mask`` in place, in the parameter's layout, and return the hook; only the latest method keeps one.
 
-    target: Target
-    mask: torch.Tensor
-    method: Hook | None
-
-
-# A change for every target, and the number of NaNs in this rank's scores, by label.
-Decision = tuple[Sequence[Change], Mapping[str, int]]
-
-
-def _changes(
-    targets: Sequence[Target], masks: Sequence[torch.Tensor], methods: Sequence[Hook], scope: Scope
-) -> list[Change]:
-    made_by = [CustomFromMask(mask) for mask in masks] if scope == "global" else methods
-    return [Change(*change) for change in zip(targets, masks, made_by, strict=True)]
-
-
-def put_in_place(comm: Communicator, decide: Callable[[], Decision]) -> list[Hook]:
-    """Put masks and hooks in place once all ranks have decided, and return the hooks. One round of 16 bytes.
-
-    ``decide`` is local; what it raises on one rank is raised on all.
+    ``method`` made it; ``None``: it was there. Local, and nothing but entries of dicts, so that no rank can fail.
     """
-    changes: list[Change] = []
-    num_nans: dict[str, int] = {}
-
-    def decided(any_nan: torch.Tensor) -> None:
-        found, nans = decide()
-        changes.extend(found)
-        num_nans.update(nans)
-        any_nan[0] = any(nans.values())
-
-    if max_together(comm, (1,), decided)[0]:
-        raise_nans(comm, num_nans)
-    return [_place(change) for change in changes]  # entries of dicts: from here on no rank can fail
-
-
-def _place(change: Change) -> Hook:
-    """Put a mask in place, and let no method but the latest keep one. Local."""
-    target, method, hook = change.target, change.method, next(iter(change.target.old_hooks.values()), None)
-    methods: list[Hook] = (
-        list(hook) if isinstance(hook, torch_prune.PruningContainer) else [] if hook is None else [hook]
-    )
+    hook = next(iter(target.old_hooks.values()), None)
+    methods: list[Hook] = [*hook] if isinstance(hook, torch_prune.PruningContainer) else [hook] if hook else []
     if method is not None:
         method._tensor_name = target.name
         methods.append(method)
@@ -392,9 +341,9 @@ def _place(change: Change) -> Hook:
         hook._tensor_name, hook._pruning_methods = target.name, tuple(methods)
     for key in target.old_hooks:
         del target.module._forward_pre_hooks[key]
-    reparametrize(target.module, target.name, change.mask, target.managed)
+    reparametrize(target.module, target.name, mask, target.managed)
     target.module.register_forward_pre_hook(hook)
     for part in methods:
         if isinstance(part, CustomFromMask):
-            part.mask = change.mask if part is methods[-1] else None
+            part.mask = mask if part is methods[-1] else None
     return hook

@@ -9,39 +9,33 @@ or, if they raise, on none, and return it where PyTorch's do. What they raise is
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.utils.prune as torch_prune
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from distprune.collectives.agree import together
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Group, communicator
 from distprune.masks.hooks import pruning_hooks
 from distprune.masks.reparametrized import undo_reparametrization
+from distprune.models.find_shards import Found
 from distprune.patterns.base import Pattern
-from distprune.pruning.torch_api.base import (
-    BasePruningMethod,
-    Change,
-    CustomFromMask,
-    Decision,
-    prune_pairs,
-    put_in_place,
-)
-from distprune.pruning.torch_api.methods import (
-    Amount,
-    Identity,
-    L1Pattern,
-    L1Unstructured,
-    LnStructured,
-    RandomPattern,
-    RandomStructured,
-    RandomUnstructured,
-    Scores,
-    seeded,
-)
-from distprune.pruning.torch_api.targets import Pairs, find_targets
+from distprune.pruning.agreement import Facts, agree_on
+from distprune.pruning.torch_api import methods
+from distprune.pruning.torch_api.base import BasePruningMethod, CustomFromMask, place, prune_pairs
+from distprune.pruning.torch_api.methods import Amount, Scores
+from distprune.pruning.torch_api.targets import Pairs, Target, check_binary, facts, find_targets
+from distprune.scores.base import Score
 from distprune.scores.channel_norm import Norm
+from distprune.scores.magnitude import Magnitude
+from distprune.shards.checksum import checksum
+from distprune.shards.device import fetched
+from distprune.shards.fsdp2 import Fsdp2Params
+from distprune.shards.layouts import dtensor_like, local_of
 from distprune.shards.local_shard import LocalShard
 
 Parameter: TypeAlias = tuple[nn.Module, str]  # a module, and the parameter's name in it
@@ -56,7 +50,7 @@ def identity(module: nn.Module, name: str, *, group: Group = None) -> nn.Module:
     tensor([[1., 1.],
             [1., 1.]])
     """
-    Identity.apply(module, name, group=group)
+    methods.Identity.apply(module, name, group=group)
     return module
 
 
@@ -73,7 +67,7 @@ def random_unstructured(
     places**: give each call its own seed, or prune all in one call of :func:`prune_each`. ``seed=None``: the first rank
     draws one from torch's default generator.
     """
-    RandomUnstructured.apply(module, name, amount, group=group, seed=seed)
+    methods.RandomUnstructured.apply(module, name, amount, group=group, seed=seed)
     return module
 
 
@@ -89,7 +83,7 @@ def l1_unstructured(
     ``torch.nn.utils.prune.l1_unstructured``; ties go from the lowest flat index up. 7 rounds in
     float32, up to 10 where a tie is broken.
     """
-    L1Unstructured.apply(module, name, amount=amount, importance_scores=importance_scores, group=group)
+    methods.L1Unstructured.apply(module, name, amount=amount, importance_scores=importance_scores, group=group)
     return module
 
 
@@ -105,7 +99,7 @@ def l1_pattern(
     Groups and rows that every rank holds whole: 3 rounds, 40 bytes a parameter; 3 more where shard edges cut
     some, in which a rank hands over what it holds of those. Blocks: at most 18.
     """
-    L1Pattern.apply(module, name, pattern, importance_scores=importance_scores, group=group)
+    methods.L1Pattern.apply(module, name, pattern, importance_scores=importance_scores, group=group)
     return module
 
 
@@ -118,7 +112,7 @@ def random_pattern(
     >>> layer.weight_mask.sum(dim=1)
     tensor([2., 2.])
     """
-    RandomPattern.apply(module, name, pattern, group=group, seed=seed)
+    methods.RandomPattern.apply(module, name, pattern, group=group, seed=seed)
     return module
 
 
@@ -134,7 +128,7 @@ def random_structured(
     Randomness as in :func:`random_unstructured`. At most 4 rounds; where something was pruned before, 24 bytes a
     channel are sent.
     """
-    RandomStructured.apply(module, name, amount, dim, group=group, seed=seed)
+    methods.RandomStructured.apply(module, name, amount, dim, group=group, seed=seed)
     return module
 
 
@@ -157,7 +151,7 @@ def ln_structured(
     ``torch.nn.utils.prune.ln_structured``; ties go from the first channel up. Seven rounds at most; 32
     bytes a channel travel.
     """
-    LnStructured.apply(module, name, amount, n, dim, importance_scores=importance_scores, group=group)
+    methods.LnStructured.apply(module, name, amount, n, dim, importance_scores=importance_scores, group=group)
     return module
 
 
@@ -185,13 +179,9 @@ def global_unstructured(
         TypeError: ``parameters`` or ``importance_scores`` of the wrong type, or a method that is not
             unstructured.
     """
-    prune_pairs(
-        communicator(group),
-        lambda: _listed("global_unstructured", parameters, importance_scores),
-        lambda: pruning_method(**kwargs, **seeded(seed)),
-        importance_scores,
-        scope="global",
-    )
+    kwargs |= {} if seed is None else {"seed": seed}  # not every method takes one
+    pairs = partial(_listed, "global_unstructured", parameters, importance_scores)
+    prune_pairs(communicator(group), pairs, partial(pruning_method, **kwargs), importance_scores, scope="global")
 
 
 def prune_each(
@@ -213,13 +203,9 @@ def prune_each(
     It does what a loop of ``pruning_method.apply(module, name, **kwargs)`` does. Arguments as in
     :func:`global_unstructured`; structured methods work, too.
     """
-    prune_pairs(
-        communicator(group),
-        lambda: _listed("prune_each", parameters, importance_scores),
-        lambda: pruning_method(**kwargs, **seeded(seed)),
-        importance_scores,
-        scope="tensor",
-    )
+    kwargs |= {} if seed is None else {"seed": seed}
+    pairs = partial(_listed, "prune_each", parameters, importance_scores)
+    prune_pairs(communicator(group), pairs, partial(pruning_method, **kwargs), importance_scores)
 
 
 def _listed(caller: str, parameters: object, importance_scores: object) -> Pairs:
@@ -254,11 +240,10 @@ def custom_from_mask(module: nn.Module, name: str, mask: torch.Tensor, *, group:
 def put_masks(comm: Communicator, shards: Sequence[LocalShard], masks: Mapping[str, torch.Tensor]) -> None:
     """Do what :func:`custom_from_mask` does with the local ``masks`` (bool) of ``shards``, agreed on already.
 
-    Every rank of ``comm`` must call it, with its own: one round of 16 bytes.
+    Every rank of ``comm`` must call it, with its own: one round of 64 bytes.
     """
-
-    def decide() -> Decision:
-        pairs, changes = [], []
+    pairs, targets, made = list[Parameter](), list[Target](), list[torch.Tensor]()
+    with together(comm):
         for shard in shards:
             if shard.module is None:
                 raise NotImplementedError(f"rows of {shard.name!r} that were spread by hand are in no module")
@@ -268,15 +253,67 @@ def put_masks(comm: Communicator, shards: Sequence[LocalShard], masks: Mapping[s
                     "write the zeros in place with apply_(), or untie it first"
                 )
             pairs.append((shard.module, shard.attribute))
-        for shard, target in zip(shards, find_targets(pairs), strict=True):
+        targets = find_targets(pairs)
+        for shard, target in zip(shards, targets, strict=True):
             if target.shard is None or target.shard.geometry != shard.geometry:
                 raise ValueError(f"{shard.name!r} is laid out otherwise than its mask; choose the masks anew")
             keep = masks[shard.name].to(target.shard.local.device)
-            mask = target.next_mask(keep, CustomFromMask.PRUNING_TYPE)
-            changes.append(Change(target, mask, CustomFromMask(mask)))
-        return changes, {}
+            made.append(target.next_mask(keep, CustomFromMask.PRUNING_TYPE))
+    for target, mask in zip(targets, made, strict=True):
+        place(target, mask, CustomFromMask(mask))
 
-    put_in_place(comm, decide)
+
+def shard_masks(model: nn.Module, *, group: Group = None) -> nn.Module:
+    """Cut the masks of parameters that were pruned first and sharded after, and return ``model``.
+
+    >>> model = l1_unstructured(torch.nn.Linear(4, 4), "weight", 0.5)  # and then fully_shard(model)
+    >>> sparsity(shard_masks(model))
+    0.5
+
+    Call it after ``fully_shard`` or ``parallelize_module`` on a pruned model, by distprune or by
+    ``torch.nn.utils.prune``: every rank keeps its own part of each mask, one byte an element, and the
+    rest of this module goes on from there. (Pruning such a parameter again does the same for it.) Masks
+    that are in place already are left alone. Every rank of ``group`` must call it; two rounds.
+
+    Raises:
+        ValueError: on every rank: masks that differ between ranks, or hold other values than 0 and 1.
+    """
+    comm = communicator(group)
+
+    def look() -> tuple[Found, Facts, Score, list[Target]]:
+        targets = find_targets(_with_whole_masks(model))
+        for target in targets:
+            check_binary(target.label, target.whole_mask)
+        shards = [target.shard for target in targets if target.shard is not None]
+        masks = [target.whole_mask for target in targets if target.whole_mask is not None]
+        sums = [checksum([local_of(mask)]) for mask in masks if not mask.is_meta]
+        told = facts(targets, [int(number) for number in fetched(sums)])
+        return Found(shards), told, Magnitude(), targets
+
+    _, targets = agree_on(comm, look)
+    made: list[torch.Tensor] = []
+    with together(comm):
+        for target in targets:
+            assert isinstance(target.original, DTensor)
+            assert target.mask is not None
+            made.append(dtensor_like(target.original, target.mask))
+    for target, mask in zip(targets, made, strict=True):
+        place(target, mask, None)
+    return model
+
+
+def _with_whole_masks(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return the sharded parameters whose masks are still whole; what FSDP2 left unsharded is put back."""
+    fsdp2, found = Fsdp2Params(), []
+    for module in model.modules():
+        for hook in pruning_hooks(module).values():
+            name = str(hook._tensor_name)
+            fsdp2.release(module, name + "_orig")
+            mask = getattr(module, name + "_mask")
+            is_whole = not isinstance(mask, DTensor) or all(placement.is_replicate() for placement in mask.placements)
+            if is_whole and isinstance(getattr(module, name + "_orig"), DTensor):
+                found.append((module, name))
+    return found
 
 
 def remove(module: nn.Module, name: str) -> nn.Module:

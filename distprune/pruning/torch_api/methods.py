@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.nn.utils.prune as torch_prune
 from typing_extensions import override
 
 from distprune.patterns.as_pattern import as_pattern
-from distprune.patterns.base import Chosen, Pattern, Scope, check_share
+from distprune.patterns.base import Pattern, check_share
 from distprune.patterns.channels import Channels
 from distprune.patterns.unstructured import Unstructured
-from distprune.pruning.agreement import Agreed, check_seed
+from distprune.pruning.agreement import check_seed
 from distprune.pruning.torch_api.base import Selecting, apply_of
-from distprune.scores.base import LocalScores, Score
+from distprune.scores.base import Score
 from distprune.scores.channel_norm import ChannelNorm, Norm
 from distprune.scores.magnitude import Magnitude
 from distprune.scores.random import Random
 
 Amount: TypeAlias = int | float  # a share, or how many
 Scores: TypeAlias = torch.Tensor | None  # that count in place of the parameter
-
-
-def seeded(seed: int | None) -> dict[str, Any]:
-    """Return the keyword arguments for a constructor: none without a seed, since not every method takes one."""
-    return {} if seed is None else {"seed": seed}
 
 
 class Identity(Selecting):
@@ -39,15 +33,8 @@ class Identity(Selecting):
     apply = apply_of(torch_prune.Identity)
 
     @override
-    def rule(self) -> tuple[Pattern, Score]:
-        return Unstructured(0), Magnitude()
-
-    @override
-    def choose(
-        self, agreed: Agreed, make_scores: Callable[[], list[LocalScores]], scope: Scope
-    ) -> Callable[[], list[Chosen]]:
-        """Return a function that returns that all stays. No communication."""
-        return lambda: [Chosen(torch.ones_like(s.shard.local, dtype=torch.bool), 0, 0, 0) for s in make_scores()]
+    def rule(self) -> tuple[Pattern | None, Score]:
+        return None, Magnitude()
 
 
 class RandomUnstructured(Selecting):
@@ -71,7 +58,7 @@ class RandomUnstructured(Selecting):
         self.seed = seed
 
     @override
-    def rule(self) -> tuple[Pattern, Score]:
+    def rule(self) -> tuple[Pattern | None, Score]:
         return Unstructured(self.amount), Random(self.seed)
 
 
@@ -89,7 +76,7 @@ class L1Unstructured(Selecting):
         self.amount = amount
 
     @override
-    def rule(self) -> tuple[Pattern, Score]:
+    def rule(self) -> tuple[Pattern | None, Score]:
         return Unstructured(self.amount), Magnitude()
 
 
@@ -113,7 +100,7 @@ class RandomStructured(Selecting):
         self.seed = seed
 
     @override
-    def rule(self) -> tuple[Pattern, Score]:
+    def rule(self) -> tuple[Pattern | None, Score]:
         return Channels(self.amount, self.dim), Random(self.seed)
 
 
@@ -139,7 +126,7 @@ class LnStructured(Selecting):
         self.dim = dim
 
     @override
-    def rule(self) -> tuple[Pattern, Score]:
+    def rule(self) -> tuple[Pattern | None, Score]:
         return Channels(self.amount, self.dim), ChannelNorm(self.n)
 
 
@@ -166,7 +153,7 @@ class L1Pattern(Selecting):
         self.pattern = as_pattern(pattern)
 
     @override
-    def rule(self) -> tuple[Pattern, Score]:
+    def rule(self) -> tuple[Pattern | None, Score]:
         return self.pattern, Magnitude()
 
 
@@ -185,5 +172,5 @@ class RandomPattern(Selecting):
         self.seed = seed
 
     @override
-    def rule(self) -> tuple[Pattern, Score]:
+    def rule(self) -> tuple[Pattern | None, Score]:
         return self.pattern, Random(self.seed)
