@@ -17,6 +17,7 @@ LEVEL = {
     "totals": 0,
     "version": 0,
     "shards": 1,
+    "kernels": 2,
     "models": 2,
     "scores": 3,
     "selection": 3,

@@ -1,0 +1,31 @@
+"""Whether there are kernels for a device."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+_DEVICES = ("cuda",)  # of NVIDIA, and AMD's, which torch calls so
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Return whether kernels run on ``device``: a GPU, where Triton is installed, which torch for GPUs brings."""
+    return device.type in _DEVICES and find_spec("triton") is not None
+
+
+@cache
+def kernels(name: str) -> Any:
+    """Return the module ``name`` of kernels."""
+    return importlib.import_module(f"distprune.kernels.on_device.{name}")
+
+
+@cache
+def num_programs(device: torch.device) -> int:
+    """Return how many programs share the work: several times as many as run at once, so that all end together."""
+    if device.type == "cpu":  # Triton's interpreter
+        return 3
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) * 32

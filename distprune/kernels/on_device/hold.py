@@ -1,0 +1,67 @@
+"""Zeros that are held while an optimizer steps: a weight is held where its bits are those of +0.0."""
+
+import triton
+import triton.language as tl
+
+from distprune.kernels.on_device.tiles import NUM_COLUMNS, NUMEL, OUT, START, TENSOR, VALUES, add, in_tile, load, store
+
+# Columns of ``totals``, by tensor: places of the mask that changed; held; whether there were too few zeros.
+CHANGED, HELD, TOO_FEW = (tl.constexpr(i) for i in range(3))
+
+
+@triton.jit
+def count_held(segments, firsts, counts, WORD: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """Add to ``counts`` (tensors) how many weights are +0.0."""
+    program, lanes = tl.program_id(0), tl.arange(0, BLOCK)
+    for i in range(tl.load(firsts + program), tl.load(firsts + program + 1)):
+        segment = segments + i * NUM_COLUMNS
+        numel, num_held = tl.load(segment + NUMEL), tl.zeros([BLOCK], tl.int32)
+        for start in range(0, numel, BLOCK):
+            valid = in_tile(lanes, start, numel, BLOCK, ALIGNED)
+            num_held += (valid & (load(tl.load(segment + VALUES), start, lanes, valid, WORD, ALIGNED) == 0)).to(
+                tl.int32
+            )
+        add(counts + tl.load(segment + TENSOR), num_held)
+
+
+@triton.jit
+def read_held(segments, firsts, counts, least, totals, WORD: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """Write into the masks which weights are kept, and what changed into ``totals`` (tensors, 3).
+
+    Of a tensor with fewer than ``least`` zeros, of those counted, the mask stays as it is.
+    """
+    program, lanes = tl.program_id(0), tl.arange(0, BLOCK)
+    for i in range(tl.load(firsts + program), tl.load(firsts + program + 1)):
+        segment = segments + i * NUM_COLUMNS
+        numel, tensor = tl.load(segment + NUMEL), tl.load(segment + TENSOR)
+        too_few = tl.load(counts + tensor) < tl.load(least + tensor)
+        num_held, num_changed = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+        for start in range(0, numel, BLOCK):
+            valid = in_tile(lanes, start, numel, BLOCK, ALIGNED)
+            before = load(tl.load(segment + OUT), start, lanes, valid, tl.int8, ALIGNED) != 0
+            is_kept = load(tl.load(segment + VALUES), start, lanes, valid, WORD, ALIGNED) != 0
+            is_kept = tl.where(too_few, before, is_kept)
+            num_changed += (valid & (is_kept != before)).to(tl.int32)
+            num_held += (valid & ~is_kept).to(tl.int32)
+            store(tl.load(segment + OUT), start, lanes, is_kept.to(tl.int8), valid, tl.int8, ALIGNED)
+        add(totals + tensor * 3 + CHANGED, num_changed)
+        add(totals + tensor * 3 + HELD, num_held)
+        if tl.load(segment + START) == 0:
+            tl.store(totals + tensor * 3 + TOO_FEW, too_few.to(tl.int64))
+
+
+@triton.jit
+def mask(segments, firsts, SIGNS: tl.constexpr, WORD: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """Write +0.0 where the mask is False; ``SIGNS``: and -0.0 where it is True and the number has become +0.0."""
+    program, lanes = tl.program_id(0), tl.arange(0, BLOCK)
+    NEGATIVE_ZERO: tl.constexpr = -(1 << (WORD.primitive_bitwidth - 1))
+    for i in range(tl.load(firsts + program), tl.load(firsts + program + 1)):
+        segment = segments + i * NUM_COLUMNS
+        numel = tl.load(segment + NUMEL)
+        for start in range(0, numel, BLOCK):
+            valid = in_tile(lanes, start, numel, BLOCK, ALIGNED)
+            is_kept = load(tl.load(segment + OUT), start, lanes, valid, tl.int8, ALIGNED) != 0
+            words = load(tl.load(segment + VALUES), start, lanes, valid, WORD, ALIGNED)
+            if SIGNS:
+                words = tl.where(words == 0, NEGATIVE_ZERO, words)
+            store(tl.load(segment + VALUES), start, lanes, tl.where(is_kept, words, 0), valid, WORD, ALIGNED)

@@ -1,0 +1,141 @@
+"""What all kernels read: segments of tensors, tile by tile, as keys.
+
+Nouns: a *key* is an int32 that sorts as the score does; NaN has one above ``last_key``. A *competition* is what is
+ranked together. A *position* is the place of an element in its competition, over all ranks: that of the member's first,
+and the flat index. A *segment* is a stretch of one tensor, of one program. A *run* is local elements whose flat indices
+follow each other; the runs of a segment are as long as each other, and equally far apart.
+"""
+
+import triton
+import triton.language as tl
+
+MAGNITUDE, GRADIENT, TAYLOR, RANDOM, KEYS = (tl.constexpr(i) for i in range(5))  # |w|, |g|, |w g|, a hash, given keys
+
+# Columns of a segment, int64; pointers first. ``OTHER``: the gradient. ``ZEROTH``: the position of flat index 0.
+VALUES, OTHER, OUT, NUMEL, TENSOR, COMPETITION, ZEROTH, FLAT, START, RUN, STRIDE, FIRST, SECOND, OWNED = (
+    tl.constexpr(i) for i in range(14)
+)
+NUM_COLUMNS = tl.constexpr(14)
+
+
+@triton.jit
+def load(address, start, lanes, valid, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = address.to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return tl.load(pointer + start + lanes, mask=valid, other=0)
+
+
+@triton.jit
+def store(address, start, lanes, numbers, valid, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = address.to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    tl.store(pointer + start + lanes, numbers.to(DTYPE), mask=valid)
+
+
+@triton.jit
+def in_tile(lanes, start, numel, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return which lanes have an element; in steps of 16, if all is aligned, so that loads are vectors."""
+    num = tl.minimum(numel - start, BLOCK).to(tl.int32)
+    if ALIGNED:
+        num = tl.multiple_of(num, 16)
+    return lanes < num
+
+
+@triton.jit
+def magnitude(values):
+    """Return the bits without the sign, int32, and those of infinity: above are NaNs."""
+    if values.dtype == tl.float32:
+        bits, infinity = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7F800000
+    else:
+        bits = values.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
+        infinity = 0x7C00 if values.dtype == tl.float16 else 0x7F80
+    return bits, infinity
+
+
+@triton.jit
+def flat_index(segment, start, lanes, CONTIGUOUS: tl.constexpr):
+    """Return the flat indices, in the whole tensor, of elements of a segment."""
+    local, first = tl.load(segment + START) + start + lanes, tl.load(segment + FLAT)
+    if CONTIGUOUS:
+        return first + local
+    run = tl.load(segment + RUN)
+    return first + local // run * tl.load(segment + STRIDE) + local % run
+
+
+@triton.jit
+def hashed(segment, start, lanes, CONTIGUOUS: tl.constexpr):
+    """Return what ``scores/random.py`` makes of flat indices, int32."""
+    if CONTIGUOUS:  # one 64-bit number a tile
+        begin = flat_index(segment, start, 0, CONTIGUOUS)
+        low = begin.to(tl.uint32) + lanes.to(tl.uint32)
+        mixed = low + (begin >> 32).to(tl.uint32) * 0x9E3779B9
+        mixed += tl.where(low < begin.to(tl.uint32), 0x9E3779B9, 0).to(tl.uint32)  # past 2**32 within the tile
+    else:
+        flat = flat_index(segment, start, lanes, CONTIGUOUS)
+        mixed = flat.to(tl.uint32) + (flat >> 32).to(tl.uint32) * 0x9E3779B9
+    mixed += tl.load(segment + FIRST).to(tl.uint32)
+    mixed = (mixed ^ (mixed >> 16)) * 0x21F0AAAD
+    mixed = (mixed ^ (mixed >> 15)) + tl.load(segment + SECOND).to(tl.uint32)
+    mixed *= 0xD35A2D97
+    mixed ^= mixed >> 15
+    return (mixed & 0x7FFFFFFF).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def keys_of(segment, start, lanes, valid, last_key, SCORE: tl.constexpr, ZEROS_GONE: tl.constexpr, DTYPE: tl.constexpr,
+            GRAD: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr, CONTIGUOUS: tl.constexpr):  # fmt: skip
+    """Return keys, and which are NaN. ``WIDE``: those of float32, in which other dtypes compete.
+
+    ``ZEROS_GONE``: a zero weight was pruned before, and has the lowest key: 0 of magnitudes, -1 else.
+    """
+    values = load(tl.load(segment + VALUES), start, lanes, valid, DTYPE, ALIGNED)
+    if SCORE == KEYS:
+        keys = values.to(tl.int32)
+        is_nan = valid & (keys > last_key)
+    else:
+        bits, infinity = magnitude(values)
+        is_nan = valid & (bits > infinity)
+        if SCORE == MAGNITUDE:
+            keys = magnitude(values.to(tl.float32))[0] if WIDE else bits
+        else:
+            if SCORE == RANDOM:
+                keys = hashed(segment, start, lanes, CONTIGUOUS)
+            else:
+                scores = load(tl.load(segment + OTHER), start, lanes, valid, GRAD, ALIGNED).to(tl.float32)
+                keys, infinity = magnitude(values.to(tl.float32) * scores if SCORE == TAYLOR else scores)
+                is_nan |= valid & (keys > infinity)
+            if ZEROS_GONE:
+                keys = tl.where(bits == 0, -1, keys)
+    return keys, is_nan
+
+
+@triton.jit
+def write(segment, start, lanes, valid, goes, WRITES_MASK: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Write a mask of what stays, or +0.0 where an element goes."""
+    if WRITES_MASK:
+        store(tl.load(segment + OUT), start, lanes, (~goes).to(tl.int8) & 1, valid, tl.int8, ALIGNED)
+    else:
+        values = load(tl.load(segment + VALUES), start, lanes, valid, DTYPE, ALIGNED)
+        store(tl.load(segment + VALUES), start, lanes, tl.where(goes, 0.0, values), valid, DTYPE, ALIGNED)
+
+
+@triton.jit
+def add(pointer, flags):
+    tl.atomic_add(pointer, tl.sum(flags.to(tl.int32), axis=0).to(tl.int64), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["last_key"])
+def count_nans(segments, firsts, num_nans, last_key, BLOCK: tl.constexpr, SCORE: tl.constexpr, ZEROS_GONE: tl.constexpr,
+               DTYPE: tl.constexpr, GRAD: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
+               CONTIGUOUS: tl.constexpr):  # fmt: skip
+    program, lanes = tl.program_id(0), tl.arange(0, BLOCK)
+    for i in range(tl.load(firsts + program), tl.load(firsts + program + 1)):
+        segment = segments + i * NUM_COLUMNS
+        numel, nans = tl.load(segment + NUMEL), tl.zeros([BLOCK], tl.int32)
+        for start in range(0, numel, BLOCK):
+            valid = in_tile(lanes, start, numel, BLOCK, ALIGNED)
+            nans += keys_of(segment, start, lanes, valid, last_key, SCORE, ZEROS_GONE, DTYPE, GRAD, WIDE, ALIGNED,
+                            CONTIGUOUS)[1].to(tl.int32)  # fmt: skip
+        add(num_nans, nans)

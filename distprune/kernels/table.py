@@ -1,0 +1,165 @@
+"""What a launch is given: a table of segments, sent once for all tensors of a kind. The host waits for nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from distprune.kernels.available import kernels, num_programs
+from distprune.shards.device import sent
+from distprune.shards.geometry import Geometry
+
+ScoreName = Literal["magnitude", "gradient", "taylor", "random", "keys"]
+IntArray = npt.NDArray[np.int64]
+
+_CONTIGUOUS = 1 << 62  # a run longer than any tensor
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.int32: "int32"}
+_NAMES |= {torch.int16: "int16", torch.int8: "int8", torch.bool: "int8", torch.int64: "int64"}
+_NUMEL, _START = 3, 8  # columns of a segment: see on_device/tiles.py
+_VALUES, _OTHER, _OUT = range(3)
+
+
+@dataclass
+class Piece:
+    """Elements of one tensor on this rank, contiguous in memory.
+
+    They are runs of ``run``, whose flat indices are ``stride`` apart.
+
+    ``tensor``: the row of the totals. ``other``: the gradient, of as many elements. ``out``: a mask (bool).
+    ``zeroth``: the position of flat index 0 in the competition. ``seeds``: of random scores.
+    """
+
+    values: torch.Tensor
+    tensor: int = 0
+    competition: int = 0
+    zeroth: int = 0
+    flat: int = 0  # index of the first element
+    run: int = _CONTIGUOUS
+    stride: int = 0
+    other: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+    seeds: tuple[int, int] = (0, 0)
+    owned: bool = True
+
+    def row(self) -> tuple[int, ...]:
+        """Return the columns of a segment that is all of it."""
+        other = 0 if self.other is None else self.other.data_ptr()
+        addresses = self.values.data_ptr(), other, 0 if self.out is None else self.out.data_ptr()
+        place = self.tensor, self.competition, self.zeroth, self.flat, 0, self.run, self.stride
+        return *addresses, self.values.numel(), *place, *self.seeds, self.owned
+
+
+def pieces_of(
+    geometry: Geometry, values: torch.Tensor, out: torch.Tensor | None = None, other: torch.Tensor | None = None,
+    **fields: Any,
+) -> list[Piece]:  # fmt: skip
+    """Return the elements of a shard, contiguous in memory, as pieces: one, where its runs are equally far apart."""
+    if not geometry.local_numel:
+        return []
+    whole = Piece(values.view(-1), other=_flat(other), out=_flat(out), **fields)
+    if geometry.flat_start is not None:
+        return [dataclasses.replace(whole, flat=geometry.flat_start)]
+    starts, lengths = _runs_of(geometry)
+    if len(set(np.diff(starts).tolist())) <= 1 and len(set(lengths.tolist())) == 1:
+        apart = int(starts[1] - starts[0]) if len(starts) > 1 else _CONTIGUOUS
+        return [dataclasses.replace(whole, flat=int(starts[0]), run=int(lengths[0]), stride=apart)]
+    pieces, stops = [], np.cumsum(lengths)
+    for start, stop, length in zip(starts.tolist(), stops.tolist(), lengths.tolist(), strict=True):
+        at = slice(stop - length, stop)
+        other, out = (None if tensor is None else tensor[at] for tensor in (whole.other, whole.out))
+        pieces.append(dataclasses.replace(whole, values=whole.values[at], other=other, out=out, flat=start))
+    return pieces
+
+
+def _flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.view(-1)
+
+
+def _runs_of(geometry: Geometry) -> tuple[IntArray, IntArray]:
+    """Return the flat index at which each stretch of local elements begins, in local order, and their lengths."""
+    sizes = geometry.global_shape
+    cut = max(dim for dim, size in enumerate(sizes) if geometry.local_shape[dim] != size)
+    starts, lengths = np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    for dim, runs in enumerate(geometry.dim_runs[: cut + 1]):
+        stride = math.prod(sizes[dim + 1 :])
+        if dim < cut:
+            indices = np.concatenate([np.arange(*run) for run in runs])
+        else:
+            indices = np.array([start for start, _ in runs])
+            lengths = np.tile(np.array([stop - start for start, stop in runs]) * stride, len(starts))
+        starts = (starts[:, None] + indices * stride).reshape(-1)
+    return starts, lengths
+
+
+@dataclass
+class Table:
+    """A table of segments of one kind, for ``grid`` programs."""
+
+    words: IntArray  # segments, then where those of each program begin
+    num_columns: int  # of all segments
+    grid: tuple[int]
+    constants: dict[str, Any]
+    itemsize: int
+    sent: torch.Tensor = field(init=False)
+
+    def run(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
+        segments, firsts = self.sent[: self.num_columns], self.sent[self.num_columns :]
+        kernel[self.grid](segments, firsts, *arguments, **self.constants, **constants)
+
+
+def tables_of(pieces: Sequence[Piece], block: int, *, row: int = 1, programs: int | None = None) -> list[Table]:
+    """Return a table for all ``pieces`` of each kind; each program has about as many tiles of ``block`` elements.
+
+    ``row``: a segment has a multiple of so many elements.
+    """
+    by_kind: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
+    for piece in pieces:
+        columns = piece.row()
+        if columns[_NUMEL]:
+            is_aligned = (columns[0] | columns[1] | columns[2] | columns[3]) % 16 == 0
+            other = None if piece.other is None else piece.other.dtype
+            kind = piece.values.dtype, other, is_aligned, piece.run == _CONTIGUOUS
+            by_kind.setdefault(kind, []).append(columns)
+    if not by_kind:
+        return []
+    device = pieces[0].values.device
+    made = [
+        _table(kind, rows, max(block, row) // row * row, programs or num_programs(device))
+        for kind, rows in by_kind.items()
+    ]
+    words = sent(torch.from_numpy(np.concatenate([table.words for table in made])), device)
+    for table, part in zip(made, torch.split(words, [len(table.words) for table in made]), strict=True):
+        table.sent = part
+    return made
+
+
+def _table(kind: tuple[Any, ...], columns: Sequence[tuple[int, ...]], block: int, programs: int) -> Table:
+    """``columns``: of each piece. A kind is the dtypes, whether all is aligned, and whether all is one run."""
+    dtype, other, is_aligned, is_contiguous = kind
+    rows = np.array(columns, dtype=np.int64)
+    numels = rows[:, _NUMEL]
+    ends = np.cumsum(-(-numels // block))  # in tiles
+    begins = ends - -(-numels // block)
+    by_program = np.arange(programs + 1) * ends[-1] // programs
+    cuts = np.unique(np.concatenate([begins, by_program]))
+    cuts = cuts[cuts < ends[-1]]
+    owners = np.searchsorted(ends, cuts, side="right")
+    start = (cuts - begins[owners]) * block
+
+    table = rows[owners]
+    table[:, _NUMEL] = np.minimum((np.append(cuts[1:], ends[-1]) - cuts) * block, numels[owners] - start)
+    for column, size in ((_VALUES, dtype.itemsize), (_OTHER, 0 if other is None else other.itemsize), (_OUT, 1)):
+        table[:, column] += start * size * (table[:, column] != 0)
+    table[:, _START] = start
+    language = kernels("tiles").tl
+    constants = {"DTYPE": getattr(language, _NAMES[dtype]), "GRAD": getattr(language, _NAMES[other or dtype])}
+    constants |= {"ALIGNED": is_aligned and block % 16 == 0, "CONTIGUOUS": is_contiguous}
+    words = np.concatenate([table.reshape(-1), np.searchsorted(cuts, by_program)])
+    return Table(words, table.size, (programs,), constants, dtype.itemsize)

@@ -1,0 +1,91 @@
+"""Compile every kernel for sm_90, without a GPU; print what each is, and how many bytes of registers spill. JSON."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from distprune.kernels.on_device import hold, rows, select, tiles
+
+_PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+_POINTERS = ("segments", "firsts", "states", "histogram", "num_nans", "totals", "strides", "counts", "least")
+
+
+def spilled(kernel: Any, constants: dict[str, Any], num_warps: int) -> int:
+    types = {**dict.fromkeys(_POINTERS, "*i64"), "samples": "*i32"}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if name in types and name not in ("firsts", "num_nans")
+    }
+    source = ASTSource(kernel, signature, constants, aligned)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = Path(folder, "kernel.ptx")
+        ptx.write_text(built.asm["ptx"])
+        command = [str(_PTXAS), "-v", "--gpu-name=sm_90a", str(ptx), "-o", str(ptx.with_suffix(".cubin"))]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return max(int(num) for num in re.findall(r"(\d+) bytes spill", said))
+
+
+def kernels() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
+    """Yield the kernels as they are launched: by score, dtype and layout."""
+    scores = {"magnitude": 0, "gradient": 1, "taylor": 2, "random": 3, "keys": 4}
+    kinds = [*itertools.product(scores, (tl.float32, tl.bfloat16), (True, False)), ("magnitude", tl.float16, True)]
+    for score, dtype, is_plain in kinds:
+        if not is_plain and (dtype is not tl.float32 or score not in ("magnitude", "random")):
+            continue
+        kind = {
+            "SCORE": scores[score],
+            "ZEROS_GONE": True,
+            "DTYPE": tl.int32 if score == "keys" else dtype,
+            "GRAD": dtype,
+        }
+        kind |= {"WIDE": False, "ALIGNED": is_plain, "CONTIGUOUS": is_plain}
+        name = f"{score} {dtype} {'' if is_plain else 'unaligned, strided'}"
+        tile = {**kind, "BLOCK": 1024}
+        yield f"sample_keys {name}", select.sample_keys, {**tile, "NUM": 1 << 18}, 4
+        for first in (True, False):
+            yield f"count {first} {name}", select.count, {**tile, "BITS": 12, "LOOKS_FOR_NANS": first}, 4
+        yield f"count_nans {name}", tiles.count_nans, tile, 4
+        for writes_mask in (True, False):
+            wrote = {"WRITES_MASK": writes_mask}
+            if score != "keys" or writes_mask:
+                yield f"write_lowest {name}", select.write_lowest, {**tile, **wrote}, 4
+            if score not in ("magnitude", "keys") or (score == "keys" and not writes_mask):
+                continue
+            for n, m in ((2, 4), (4, 8), (8, 16), (3, 5), (16, 32)):
+                groups = {"N": n, "M": m, "GROUPS": (1024 if m <= 16 else 512) >> (m - 1).bit_length()}
+                yield f"keep_n_of_m {n}:{m} {name}", rows.keep_n_of_m, {**kind, **wrote, **groups}, 4
+            for width in (1024, 4096, 8192):
+                row = {
+                    "IS_ONE": width < 8192 or is_plain,
+                    "WIDTH": width,
+                    "BITS": 31 if dtype is tl.float32 or score == "keys" else 15,
+                }
+                yield f"keep_in_rows {width} {name}", rows.keep_in_rows, {**kind, **wrote, **row}, min(width // 256, 16)
+    yield "narrow", select.narrow, {"BITS": 12}, 8
+    for word in (tl.int16, tl.int32):
+        tile = {"WORD": word, "BLOCK": 1024, "ALIGNED": True}
+        yield f"count_held {word}", hold.count_held, tile, 4
+        yield f"read_held {word}", hold.read_held, tile, 4
+        yield f"mask {word}", hold.mask, {**tile, "SIGNS": True}, 4
+
+
+if __name__ == "__main__":
+    wanted = sys.argv[1:]
+    found = {name: spilled(*how) for name, *how in kernels() if not wanted or any(w in name for w in wanted)}
+    sys.stdout.write(json.dumps(found) + "\n")

@@ -1,0 +1,105 @@
+"""N:M, rows and held zeros by kernels equal plain forms, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels import interpreted  # noqa: F401  # first
+
+from distprune.kernels.held import HeldOnDevice, zero_where_masked  # isort: skip
+from distprune.kernels.lowest import Keys  # isort: skip
+from distprune.kernels.table import Piece  # isort: skip
+from distprune.kernels.within import MOST_IN_GROUP, count_nans, keep_groups, keep_rows  # isort: skip
+from distprune.masks.in_place import read_kept, write_signed_zeros  # isort: skip
+from tests.kernels.cases import DTYPES, awkward, bits, keys_for, zeroed  # isort: skip
+
+
+def rows_that_go(keys: torch.Tensor, gone: torch.Tensor, num_lowest: int) -> torch.Tensor:
+    order = torch.where(gone, -(2.0**40), keys.double()).sort(dim=1, stable=True).indices
+    goes = torch.zeros_like(gone).scatter_(1, order[:, :num_lowest], True)
+    return goes | gone
+
+
+def run(
+    kind: str, tensors: list[torch.Tensor], length: int, num: int, keys: Keys, writes_mask: bool
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    masks = [torch.ones(t.numel(), dtype=torch.bool) for t in tensors]
+    pieces = [Piece(t, i, out=mask) for i, (t, mask) in enumerate(zip(tensors, masks, strict=True))]
+    nans, totals = torch.zeros(1, dtype=torch.int64), torch.zeros((len(tensors), 3), dtype=torch.int64)
+    count_nans(pieces, keys, nans, 128)
+    if kind == "rows":
+        keep_rows(pieces, length, num, keys, nans, totals, writes_mask=writes_mask, widest=64 >> (num % 4 == 1))
+    else:
+        keep_groups(pieces, length - num, length, keys, nans, totals, writes_mask=writes_mask, lanes=64)
+    return totals, masks
+
+
+@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("kind", ["rows", "groups"])
+@pytest.mark.sampled(16)
+def test_each_row_and_group_by_itself(kind: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    length = int(
+        rng.choice([1, 5, 16, 48, 64, 100]) if kind == "rows" else rng.choice([2, 3, 4, 5, 8, 12, 16, MOST_IN_GROUP])
+    )
+    num = int(rng.integers(0, length + 1) if kind == "rows" else rng.integers(1, length))
+    dtype = DTYPES[rng.integers(3)]
+    nums = (0, 1, 3) if kind == "rows" else (0, 1, 5, 16, 33)
+    tensors = [awkward(rng, int(rng.choice(nums)) * length, dtype) for _ in range(2)] + [awkward(rng, length, dtype)]
+    keys = keys_for("magnitude", [dtype], zeros_gone=seed % 3 != 0)
+    gone = [(t == 0) & keys.zeros_gone for t in tensors]
+    if seed % 4 == 0:
+        tensors = [
+            torch.from_numpy(rng.integers(-(1 << 31) + 1, 1 << 30, t.numel()) >> rng.integers(30)).int()
+            for t in tensors
+        ]
+        keys = Keys("keys", -(1 << 31), (1 << 30) - 1)
+        gone = [torch.zeros_like(t, dtype=torch.bool) for t in tensors]
+    before, writes_mask = [t.clone() for t in tensors], seed % 2 == 0
+    totals, masks = run(kind, tensors, length, num, keys, writes_mask)
+    for i, (t, was, zero) in enumerate(zip(tensors, before, gone, strict=True)):
+        goes = rows_that_go(
+            was.abs().view(-1, length) if keys.score == "magnitude" else was.view(-1, length),
+            zero.view(-1, length),
+            num,
+        )
+        assert totals[i].tolist() == [int(goes.sum()), int(zero.sum()), 0]
+        if writes_mask:
+            assert torch.equal(masks[i], ~goes.view(-1))
+        if keys.score == "magnitude":
+            assert torch.equal(bits(t), bits(was if writes_mask else zeroed(was, goes)))
+
+
+@pytest.mark.parametrize("kind", ["rows", "groups"])
+def test_nothing_is_written_if_there_are_nans(kind: str) -> None:
+    tensors = [torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([1.0, torch.nan, 3.0, 4.0])]
+    run(kind, tensors, 4, 2, keys_for("magnitude", [torch.float32]), False)
+    assert tensors[0].tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.sampled(3)
+def test_held_zeros(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    dtypes = [DTYPES[rng.integers(3)] for _ in range(4)]
+    weights = [awkward(rng, int(rng.choice([0, 1, 9, 64, 300, 2000])), dtype) for dtype in dtypes]
+    kept = [torch.from_numpy(rng.integers(0, 2, w.numel()) == 1) for w in weights]
+    least = torch.from_numpy(rng.integers(0, 3, len(weights)) * 100)
+    held, wanted = HeldOnDevice(list(zip(weights, kept, strict=True))), [mask.clone() for mask in kept]
+    totals = held.read(least)
+    for i, (w, mask) in enumerate(zip(weights, wanted, strict=True)):
+        if w.numel():
+            assert totals[i].tolist() == [*map(int, read_kept(w, mask, int(least[i])))]
+        assert torch.equal(kept[i], mask)
+        w.copy_(awkward(rng, w.numel(), w.dtype))
+    plain = [w.clone() for w in weights]
+    held.write_signed_zeros()
+    for w, other, mask in zip(weights, plain, kept, strict=True):
+        write_signed_zeros(other, mask)
+        assert torch.equal(bits(w), bits(other))
+        w.copy_(awkward(rng, w.numel(), w.dtype))
+    plain = [zeroed(w, ~mask) for w, mask in zip(weights, kept, strict=True)]
+    zero_where_masked(weights, kept)
+    assert all(torch.equal(bits(w), bits(other)) for w, other in zip(weights, plain, strict=True))
