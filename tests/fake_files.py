@@ -20,7 +20,6 @@ from distprune.checkpoint.output_files import header_of, planned
 from distprune.checkpoint.regions import Region
 from distprune.checkpoint.shared_reading import open_together, sample_together
 from distprune.checkpoint.stored_parameters import find_stored, mapped_tensors
-from distprune.checkpoint.stored_values import StoredValues
 from distprune.jobs.stretches import StretchWriter
 from distprune.pruning.prune_model import Request
 from distprune.pruning.streamed import StreamedPruning
@@ -77,8 +76,8 @@ def plan_to_stream(model: nn.Module, comm: EqualRanks) -> int:
     stored = find_stored(directory, include="*")
     unfinished: Any = SimpleNamespace(comm=comm, folder=directory.path)
     with mapped_tensors(directory.weight_files) as tensors:
-        values = {name: StoredValues(of_name[0], tensors) for name, of_name in stored.stored.items()}
-        pruning = StreamedPruning(comm, Request(stored.found, None, "magnitude", "2:4", None, 0, None), values)
+        request = Request(stored.found, None, "magnitude", "2:4", None, 0, None)
+        pruning = StreamedPruning(comm, request, stored.values(tensors))
         writer = StretchWriter(directory, stored, pruning, tensors, unfinished)
         return sum(len(writer._pieces(part)) for stretch in writer.stretches for part in stretch)
 

@@ -22,7 +22,6 @@ from distprune.checkpoint.hf_directory import HfDirectory, open_directory
 from distprune.checkpoint.hf_load import load_model
 from distprune.checkpoint.hf_save import save_model
 from distprune.checkpoint.stored_parameters import StoredParameters, find_stored, mapped_tensors
-from distprune.checkpoint.stored_values import StoredValues
 from distprune.collectives.agree import sum_together, together
 from distprune.collectives.communicator import communicator
 from distprune.evaluation import perplexity
@@ -174,7 +173,8 @@ def streamed(rank: int, folder: Path) -> Called:
     request = Request(stored.found, None, "magnitude", "2:4", None, 0, None)
 
     def call() -> None:
-        values = {name: StoredValues(of_name[0], tensors) for name, of_name in stored.stored.items()}
+        with together(unfinished.comm):
+            values = stored.values(tensors)
         pruning = StreamedPruning(unfinished.comm, request, values)
         with together(unfinished.comm):
             writer = StretchWriter(directory, stored, pruning, tensors, unfinished)

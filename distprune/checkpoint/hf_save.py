@@ -12,11 +12,11 @@ from pathlib import Path
 
 from torch import nn
 
-from distprune.checkpoint.carried import Carried, output_of
 from distprune.checkpoint.disk import sync_file
 from distprune.checkpoint.hf_directory import HfDirectory, WeightFile
 from distprune.checkpoint.output_files import allocate_directory, planned
 from distprune.checkpoint.sharded_file import chunks_of, write_chunk
+from distprune.checkpoint.source_tensors import SourceTensor, output_of
 from distprune.checkpoint.stored_slices import Progress, fill_shards
 from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import Group, communicator
@@ -79,13 +79,17 @@ class ModelWriter:
         with together(self.comm):
             state = model.state_dict(keep_vars=True)
             self._output = output_of(model, source, layers)
-            carried = self._output.carried
-            self._carried = {of.stored: of for of in carried.values()}
+            tensors = self._output.tensors
             shards = {name: local_shard(name, tensor) for name, tensor in state.items()}
-            self._parts = {stored: _parts_of(of, shards) for stored, of in self._carried.items()}
+            self._parts = {tensor.name: _parts_of(tensor, shards) for tensor in tensors.values()}
+            # Of each tensor, for each of its parts, the module that has it and those around that one.
+            self._modules = {
+                tensor.name: [{*itertools.accumulate(of.name.split("."), "{}.{}".format)} for of in tensor.regions]
+                for tensor in tensors.values()
+            }
             self._files: list[tuple[WeightFile, WeightFile]] = []  # (read, written)
             for file in source.weight_files:
-                first_parts = [self._parts[carried[e.name].stored][0] for e in file.tensors if e.name in carried]
+                first_parts = [self._parts[tensors[e.name].name][0] for e in file.tensors if e.name in tensors]
                 if first_parts:  # else all its layers were removed
                     self._files.append((file, planned(target / file.path.name, first_parts)))
             self._unsynced: set[Path] = set()  # files that this rank has written to
@@ -143,8 +147,7 @@ class ModelWriter:
         """Return this rank's parts, by stored name, of what is inside ``prefixes`` and not inside ``without``."""
         found: dict[str, list[LocalShard]] = {}
         for stored, parts in self._parts.items():
-            for part, region in zip(parts, self._carried[stored].regions, strict=True):
-                modules = {*itertools.accumulate(region.name.split("."), "{}.{}".format)}
+            for part, modules in zip(parts, self._modules[stored], strict=True):
                 if (prefixes is None or not modules.isdisjoint(prefixes)) and modules.isdisjoint(without):
                     found.setdefault(stored, []).append(part)
         return found
@@ -156,15 +159,13 @@ class ModelWriter:
         return [part for part in settled if part.owned and part.local.numel()]
 
 
-def _parts_of(carried: Carried, shards: Mapping[str, LocalShard]) -> list[LocalShard]:
-    """Return this rank's parts of a stored tensor, one in each of its regions; ``shards``: of the model's tensors.
+def _parts_of(tensor: SourceTensor, shards: Mapping[str, LocalShard]) -> list[LocalShard]:
+    """Return this rank's parts of a tensor that is written, one in each of its regions; ``shards``: of the model's.
 
     Raises:
         ValueError: the model holds them in several dtypes.
     """
-    dtypes = {region.name: shards[region.name].local.dtype for region in carried.regions}
+    dtypes = {region.name: shards[region.name].local.dtype for region in tensor.regions}
     if len(set(dtypes.values())) > 1:
-        raise ValueError(
-            f"tensor {carried.stored!r} is stored as one, and the model has several dtypes for it: {dtypes}"
-        )
-    return [region.part_of(shards[region.name], carried.shape) for region in carried.regions]
+        raise ValueError(f"tensor {tensor.name!r} is stored as one, and the model has several dtypes for it: {dtypes}")
+    return [region.part_of(shards[region.name], tensor.shape) for region in tensor.regions]

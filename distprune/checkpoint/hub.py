@@ -67,22 +67,22 @@ def _from_hub(comm: Communicator, hub_id: str, revision: str | None, log: Log) -
             import_extra(f"huggingface_hub{part}", "hf") for part in ("", ".constants", ".errors")
         )
         is_offline, host = constants.HF_HUB_OFFLINE, socket.gethostname()
-        if not is_offline and comm.rank == 0 and log is not None:
-            log(f"fetching {hub_id} from the hub, or what its cache does not hold")
+        find = partial(hub.snapshot_download, hub_id, revision=revision, ignore_patterns=_NOT_FETCHED)
     agree(comm, {"HF_HUB_OFFLINE": is_offline})
-    find = partial(hub.snapshot_download, hub_id, revision=revision, ignore_patterns=_NOT_FETCHED)
-    is_first = not is_offline and comm.gather(host).index(host) == comm.rank
+    is_first = comm.gather(host).index(host) == comm.rank
 
     def fetch() -> None:
+        if is_offline or not is_first:
+            return
+        if comm.rank == 0 and log is not None:
+            log(f"fetching {hub_id} from the hub, or what its cache does not hold")
         try:
-            if is_first:
-                find(allow_patterns=_FETCHED)
+            find(allow_patterns=_FETCHED)
         except Exception as error:
             said = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_MESSAGE]
             raise OSError(f"there is no directory {hub_id!r}, and the hub's model cannot be fetched: {said}") from error
 
-    if not is_offline:
-        work_together(comm, fetch)
+    work_together(comm, fetch)
     with together(comm):
         try:
             return Path(find(allow_patterns=_NEEDED, local_files_only=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -127,7 +126,7 @@ def _prunable(directory: HfDirectory) -> dict[str, range] | None:
             inputs = range(0)
         else:
             inputs = matrix.input_dims(shard.shape)
-        for region in itertools.chain.from_iterable(found.stored[shard.name]):
+        for region in found.stored[shard.name]:
             stored = [place for place, dim in enumerate(region.dims) if dim in inputs]
             inputs_of[region.stored] = range(stored[0], stored[-1] + 1) if stored else range(0)
     return inputs_of

@@ -53,6 +53,10 @@ class Region:
         sizes = (self.bounds[dim][1] - self.bounds[dim][0] for dim in self.dims)
         return tuple((start, start + size) for start, size in zip(self.stored_start, sizes, strict=True))
 
+    def from_zero(self, name: str) -> Region:
+        """Return the region as all of a tensor ``name`` of its size."""
+        return dataclasses.replace(self, name=name, bounds=tuple((0, stop - start) for start, stop in self.bounds))
+
     def inside(self, geometry: Geometry, stored_shape: Sequence[int]) -> tuple[list[slice], Geometry]:
         """Return which local indices of ``geometry``, of the model's tensor, are in the box, and what they are of the
         stored one, of ``stored_shape``. Local."""
@@ -82,8 +86,9 @@ class Region:
             shard, name=self.stored, local=local, geometry=geometry, matrix=None, tensor=None, original_shape=None
         )
 
-    def as_in_model(self, stored: torch.Tensor) -> torch.Tensor:
-        """Return a part of the stored tensor with the dims that it has in the model: a view. Local."""
+    def view_of(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return the box of the stored tensor, with the dims that it has in the model: a view. Local."""
+        stored = stored[tuple(slice(*bounds) for bounds in self.stored_bounds)]
         stored = stored.permute([self.dims.index(dim) for dim in range(len(self.bounds)) if dim in self.dims])
         for dim in range(len(self.bounds)):
             if dim not in self.dims:

@@ -8,9 +8,9 @@ see ``models/named_model.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -23,6 +23,8 @@ from distprune.checkpoint.pretrained import check_config
 from distprune.checkpoint.regions import Region, regions_by_name
 from distprune.models.find_shards import Found, find_shards
 from distprune.models.named_model import model_of_names
+from distprune.shards.geometry import Geometry
+from distprune.shards.local_shard import LocalShard
 
 # What quantizers store beside, or instead of, a weight (bitsandbytes, GPTQ, AWQ, compressed-tensors, FP8).
 _QUANTIZED = (
@@ -33,13 +35,19 @@ _QUANTIZED = (
 
 @dataclass(frozen=True)
 class StoredParameters:
-    """``found``: the parameters to prune, on the meta device. ``stored``: where every one is in the checkpoint, of tied
-    weights several times. ``written``: where all tensors are in the model. ``by_names``: names alone decided."""
+    """``found``: the parameters to prune, as they are stored, on the meta device: of a weight that several stored
+    tensors make (fused experts), each part is one. ``stored``: where every one is in the checkpoint, of tied weights
+    several times. ``parts``: of every stored tensor its regions, each with the parameter that it is (``None``: it is
+    not pruned). ``by_names``: names alone decided."""
 
     found: Found
-    stored: dict[str, list[list[Region]]]
-    written: Regions
+    stored: dict[str, list[Region]]
+    parts: dict[str, list[tuple[Region, str | None]]]
     by_names: bool
+
+    def values(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return every parameter to prune: a view of one of the stored ``tensors``. Local."""
+        return {name: copies[0].view_of(tensors[copies[0].stored]) for name, copies in self.stored.items()}
 
 
 def find_stored(directory: HfDirectory, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> StoredParameters:
@@ -55,12 +63,26 @@ def find_stored(directory: HfDirectory, include: Sequence[str] = (), exclude: Se
     known = _known_model(directory)
     model, regions = known or _named_model(directory)
     state = model.state_dict(keep_vars=True)
-    stored: dict[int, list[list[Region]]] = {}
+    copies_of: dict[int, list[list[Region]]] = {}
     for name, of_name in regions_by_name(regions.values()).items():
-        stored.setdefault(id(state[name]), []).append(of_name)
+        in_order = sorted(of_name, key=lambda region: region.bounds)  # so that equal scores go in the model's order
+        copies_of.setdefault(id(state[name]), []).append(in_order)
     found = find_shards(model, include, exclude)
-    by_name = {shard.name: stored[id(shard.tensor)] for shard in found.shards}
-    return StoredParameters(found, by_name, regions, known is None)
+    shards: list[LocalShard] = []
+    stored: dict[str, list[Region]] = {}
+    part_of: dict[Region, tuple[Region, str | None]] = {}
+    for shard in found.shards:
+        for copies in zip(*copies_of[id(shard.tensor)], strict=True):
+            region, num_parts = copies[0], len(copies_of[id(shard.tensor)][0])
+            is_whole = region.stored_bounds == tuple((0, size) for size in directory.tensors[region.stored][1].shape)
+            name = shard.name if num_parts == 1 else region.stored if is_whole else f"{region.stored} in {shard.name}"
+            stored[name] = [copy.from_zero(name) for copy in copies]
+            part_of.update({copy: (at_zero, name) for copy, at_zero in zip(copies, stored[name], strict=True)})
+            shape = tuple(stop - start for start, stop in region.bounds)
+            local = torch.empty(shape, dtype=shard.local.dtype, device="meta")
+            shards.append(replace(shard, name=name, local=local, geometry=Geometry.whole(shape), tensor=None))
+    parts = {name: [part_of.get(region, (region, None)) for region in of_name] for name, of_name in regions.items()}
+    return StoredParameters(replace(found, shards=shards), stored, parts, known is None)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from typing_extensions import override
 
 from distprune.checkpoint.hf_directory import CONFIG_NAME, read_json
 from distprune.checkpoint.stored_parameters import find_stored, mapped_tensors
-from distprune.checkpoint.stored_values import StoredValues
 from distprune.collectives.agree import together
 from distprune.jobs.options import FILES, METHOD, ask, asked
 from distprune.jobs.prune import PruneJob
@@ -76,7 +75,7 @@ def run_streamed_job(
         with together(comm):
             tensors = opened.enter_context(mapped_tensors(run.directory.weight_files))
             stored = find_stored(run.directory, job.include, job.exclude)
-            values = {parameter: StoredValues(regions[0], tensors) for parameter, regions in stored.stored.items()}
+            values = stored.values(tensors)
             if stored.by_names:
                 kind = read_json(run.directory.path / CONFIG_NAME).get("model_type")
                 run.reporter.say(f"transformers has no model of type {kind!r} for these tensors: their names decide")

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from io import FileIO
 from pathlib import Path
@@ -56,7 +56,6 @@ class _Part:
     path: Path
     entry: TensorEntry  # where it is written
     region: Region
-    is_whole: bool  # the region is all of the tensor, and all that is stored of the parameter
     parameter: str | None
     number: int
     num_parts: int
@@ -67,14 +66,23 @@ class _Part:
         return self.region.numel * self.entry.dtype.itemsize // self.num_parts
 
     def as_stored(self, piece: Geometry) -> Geometry:
-        """Return what a piece is of the stored tensor."""
-        if self.is_whole or self.parameter is None:
+        """Return what a piece, of the parameter or of it as one line, is of the stored tensor, or of that as a line."""
+        if self.parameter is None:
             return piece
-        return self.region.inside(piece, self.entry.shape)[1]
+        if len(piece.global_shape) == len(self.region.bounds):
+            return self.region.inside(piece, self.entry.shape)[1]
+        start = sum(
+            first * math.prod(self.entry.shape[dim + 1 :]) for dim, first in enumerate(self.region.stored_start)
+        )
+        runs = tuple((low + start, high + start) for low, high in piece.dim_runs[0])
+        return Geometry((math.prod(self.entry.shape),), (runs,))
 
-    def shard_as_stored(self, shard: LocalShard) -> LocalShard:
-        """Return a shard of the parameter as one of the stored tensor: a view."""
-        return shard if self.is_whole else self.region.part_of(shard, self.entry.shape)
+    def shard_as_stored(self, values: torch.Tensor, piece: Geometry) -> LocalShard:
+        """Return ``values`` of a piece of the parameter as a shard of the stored tensor: a view."""
+        shard = LocalShard(self.entry.name, values, piece)
+        if len(piece.global_shape) == len(self.region.bounds):
+            return self.region.part_of(shard, self.entry.shape)
+        return replace(shard, geometry=self.as_stored(piece))
 
 
 class StretchWriter:
@@ -91,13 +99,10 @@ class StretchWriter:
         self._comm: Communicator = unfinished.comm
         self._num_bytes = _STRETCH_BYTES * unfinished.comm.size  # of a stretch
         self._source, self._pruning, self._values, self._unfinished = source, pruning, values, unfinished
-        self._stored, self._regions = stored.stored, stored.written
-        self._parameter_of = {
-            of_name[0].name: parameter for parameter, aliases in stored.stored.items() for of_name in aliases
-        }
+        self._stored = stored
         self.files = []
         for file in source.weight_files:
-            names = [entry.name for entry in file.tensors if entry.name in stored.written]
+            names = [entry.name for entry in file.tensors if entry.name in stored.parts]
             shards = [LocalShard(name, values[name], Geometry.whole(values[name].shape)) for name in names]
             self.files.append(planned(unfinished.folder / file.path.name, shards))
 
@@ -123,16 +128,13 @@ class StretchWriter:
         return [[part for _, part in sorted(stretch, key=lambda of: of[0])] for stretch in found]
 
     def _parts(self, path: Path, entry: TensorEntry) -> Iterator[_Part]:
-        regions = self._regions[entry.name]
-        if not any(region.name in self._parameter_of for region in regions):
-            regions = [Region.whole(entry.name, entry.name, entry.shape)]
-        for region in regions:
-            parameter = self._parameter_of.get(region.name)
-            is_whole = region == Region.whole(entry.name, region.name, entry.shape)
-            is_whole &= parameter is None or self._pruning.is_as_stored(parameter)
+        parts = self._stored.parts[entry.name]
+        if all(parameter is None for _, parameter in parts):
+            parts = [(Region.whole(entry.name, entry.name, entry.shape), None)]
+        for region, parameter in parts:
             num_parts = max(1, -(-region.numel * entry.dtype.itemsize // self._num_bytes))
             for number in range(num_parts):
-                yield _Part(path, entry, region, is_whole, parameter, number, num_parts)
+                yield _Part(path, entry, region, parameter, number, num_parts)
 
     def allocate(self) -> None:
         """Make the files at their full size; what is there of the weights stays. Every rank must call it: one round.
@@ -246,14 +248,14 @@ class StretchWriter:
         if part.parameter is None:
             write(LocalShard(name, _cut(values, piece), piece))
             return None
-        first = self._stored[part.parameter][0]
-        if part.region.name != first[0].name:
-            before = part.shard_as_stored(LocalShard(name, self._pruning.values(part.parameter, piece), piece))
+        first = self._stored.stored[part.parameter][0].stored
+        if name != first:
+            before = part.shard_as_stored(self._pruning.values(part.parameter, piece), piece)
             if not torch.equal(before.local, _cut(values, before.geometry)):
-                raise different_values(self._source.path, first[0].stored, name)
+                raise different_values(self._source.path, first, name)
         left, counts = self._pruning.prune(part.parameter, piece)
-        write(part.shard_as_stored(LocalShard(name, left, piece)))
-        return counts if part.region.name == first[0].name else None
+        write(part.shard_as_stored(left, piece))
+        return counts if name == first else None
 
     def _of_pieces(self, stretch: Sequence[_Part], every: _Map, work: Callable[[_Part, Geometry, Any], None]) -> bytes:
         """Do ``work`` for all pieces of a stretch, in any order, and return their digests, in theirs."""
@@ -271,13 +273,12 @@ class StretchWriter:
     def _pieces(self, part: _Part) -> list[Geometry]:
         """Return this rank's pieces of ``part``: of the parameter that is pruned in it, or of the stored tensor."""
         if part.parameter is not None:
-            bounds = None if part.is_whole else part.region.bounds
-            pieces = [*self._pruning.pieces(part.parameter, bounds)]
+            pieces = [*self._pruning.pieces(part.parameter)]
         else:
-            shape = (math.prod(part.entry.shape),) if part.is_whole else part.entry.shape
-            share = share_of(shape, (1,) * len(shape), self._comm.rank, self._comm.size)
-            share = share if part.is_whole else within(share, part.region.stored_bounds)
-            pieces = [*pieces_of(share, (1,) * len(shape), _COPY_NUMEL)]
+            shape, bounds = part.entry.shape or (1,), part.region.stored_bounds or ((0, 1),)
+            grain = (1,) * len(shape)
+            share = within(share_of(shape, grain, self._comm.rank, self._comm.size), bounds)
+            pieces = [*pieces_of(share, grain, _COPY_NUMEL)]
         start, stop = (len(pieces) * number // part.num_parts for number in (part.number, part.number + 1))
         return pieces[start:stop]
 

@@ -8,21 +8,20 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from distprune.checkpoint.stored_values import StoredValues
 from distprune.collectives.base import Communicator
 from distprune.patterns.base import Pattern
 from distprune.pruning.prune_model import Choosing, Request
 from distprune.pruning.report import PruneReport
 from distprune.scores.base import count_unread_nans, local_scores
 from distprune.shards.geometry import Geometry
-from distprune.shards.local_shard import LocalShard, Ownership, bits_of
-from distprune.shards.pieces import grain_of, pieces_of, share_of, within
+from distprune.shards.local_shard import LocalShard, Ownership, bits_of, cut
+from distprune.shards.pieces import grain_of, pieces_of, share_of
 
 _PIECE_NUMEL = 1 << 22  # elements in memory at a time, several times over
 
 
 class StreamedPruning:
-    """Which elements of ``values`` go: by parameter name, each in its global shape, mapped from files.
+    """Which elements of ``values`` go: by parameter name, whole, mapped from files.
 
     Every rank of ``comm`` must make one, with the same files. Each has an even share of every parameter, which cuts no
     row, group or block that is decided together, so no weight and no score travels. Communicates as ``prune_model``,
@@ -34,24 +33,18 @@ class StreamedPruning:
     undecided scores, and 32 MiB of what blocks add up to.
     """
 
-    def __init__(self, comm: Communicator, request: Request, values: Mapping[str, StoredValues]) -> None:
+    def __init__(self, comm: Communicator, request: Request, values: Mapping[str, torch.Tensor]) -> None:
         self._values = values
         self._grains: dict[str, tuple[int, ...]] = {}
 
         def share(pattern: Pattern, shard: LocalShard) -> LocalShard:
-            unit, own = pattern.unit(shard.as_matrix()), values[shard.name]
-            shape, original, edges = shard.shape, None, None if own.is_as_stored else own.edges
-            if unit == (1, 1) and own.is_as_stored:  # anywhere: as one line, which is read fastest
+            unit, shape, original = pattern.unit(shard.as_matrix()), shard.shape, None
+            if unit == (1, 1) and values[shard.name].is_contiguous():  # anywhere: as one line, which is read fastest
                 shape, original = (shard.geometry.global_numel,), shard.shape
             grain = (1,) * len(shape) if unit == (1, 1) else grain_of(shape, shard.as_matrix(), unit)
-            if any(edge % step for of_dim, step in zip(edges or (), grain, strict=False) for edge in of_dim):
-                raise NotImplementedError(
-                    f"{shard.name!r} is stored in several tensors, which part what {pattern} decides together; prune "
-                    "by the job that loads the model"
-                )
-            geometry = share_of(shape, grain, comm.rank, comm.size, edges)
+            geometry = share_of(shape, grain, comm.rank, comm.size)
             self._grains[shard.name] = grain
-            local = own.cut(geometry)
+            local = self.values(shard.name, geometry)
             return dataclasses.replace(
                 shard, local=local, geometry=geometry, ownership=Ownership(), original_shape=original, tensor=None
             )
@@ -59,20 +52,13 @@ class StreamedPruning:
         self._choosing = Choosing(comm, request, share)
         self._shards = {scores.shard.name: scores.shard for scores in self._choosing.ranked.scores}
 
-    def pieces(self, name: str, bounds: Sequence[tuple[int, int]] | None = None) -> Iterator[Geometry]:
-        """Yield the pieces of this rank's part of parameter ``name``, or of what of it is within ``bounds``. Local."""
-        geometry = self._shards[name].geometry
-        if bounds is not None:
-            geometry = within(geometry, bounds)
-        return pieces_of(geometry, self._grains[name], _PIECE_NUMEL)
-
-    def is_as_stored(self, name: str) -> bool:
-        """Return whether parameter ``name`` is one stored tensor, as it is."""
-        return self._values[name].is_as_stored
+    def pieces(self, name: str) -> Iterator[Geometry]:
+        """Yield the pieces of this rank's part of parameter ``name``, or of it as one line. Local."""
+        return pieces_of(self._shards[name].geometry, self._grains[name], _PIECE_NUMEL)
 
     def values(self, name: str, piece: Geometry) -> torch.Tensor:
-        """Return a piece of parameter ``name`` as it is stored. Local."""
-        return self._values[name].cut(piece)
+        """Return a piece of parameter ``name``: a view. Local."""
+        return cut(self._values[name].reshape(piece.global_shape), piece)
 
     def prune(self, name: str, piece: Geometry) -> tuple[torch.Tensor, list[int]]:
         """Return a piece of parameter ``name``, 0 where elements are pruned: new. Local; threads may call it.

@@ -5,7 +5,6 @@ Noun: the *grain* of a dim is what it may be cut at multiples of; a grain of the
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 
 from distprune.shards.geometry import Geometry
@@ -23,33 +22,14 @@ def grain_of(shape: Sequence[int], matrix: Matrix, unit: tuple[int, int]) -> tup
     return (*(1,) * (lead - 1), num_rows, *shape[lead:])
 
 
-def share_of(
-    shape: Sequence[int],
-    grain: Sequence[int],
-    rank: int,
-    num_ranks: int,
-    edges: Sequence[Sequence[int]] | None = None,
-) -> Geometry:
-    """Return the part of ``rank``: an even share along the first dim that has one for every rank, or nearly.
-
-    ``edges``: where each dim is parted, at multiples of its grain, its ends included; every part is shared evenly.
-    """
-    edges = edges or [(0, size) for size in shape]
-    nums = [
-        min((high - low) // max(step, 1) for low, high in itertools.pairwise(of_dim))
-        for of_dim, step in zip(edges, grain, strict=True)
-    ]
+def share_of(shape: Sequence[int], grain: Sequence[int], rank: int, num_ranks: int) -> Geometry:
+    """Return the part of ``rank``: an even share along the first dim that has one for every rank, or nearly."""
+    nums = [size // max(step, 1) for size, step in zip(shape, grain, strict=True)]
     even = (d for d, num in enumerate(nums) if num and (num % num_ranks == 0 or num >= _ENOUGH * num_ranks))
     dim = next(even, nums.index(max(nums)))
-    own: list[tuple[int, int]] = []
-    for low, high in itertools.pairwise(edges[dim]):
-        start, stop = (low + (high - low) // grain[dim] * r // num_ranks * grain[dim] for r in (rank, rank + 1))
-        if own and own[-1][1] == start:
-            own[-1] = own[-1][0], stop
-        elif start < stop:
-            own.append((start, stop))
+    start, stop = (nums[dim] * r // num_ranks * grain[dim] for r in (rank, rank + 1))
     runs = list(Geometry.whole(shape).dim_runs)
-    runs[dim] = tuple(own)
+    runs[dim] = ((start, stop),) if start < stop else ()
     return Geometry(tuple(shape), tuple(runs))
 
 
