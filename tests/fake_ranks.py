@@ -53,13 +53,9 @@ class EqualRanks(Communicator):
         super()._count(num_bytes)
 
     @override
-    def _reduce_in_place(self, values: torch.Tensor, op: str) -> None:
+    def _reduce_in_place(self, values: torch.Tensor, op: str, rank: int | None) -> None:
         if op == "sum":
             values *= self.size
-
-    @override
-    def _sum_in_place(self, values: torch.Tensor, rank: int) -> None:
-        values *= self.size
 
     @override
     def _broadcast_in_place(self, buffer: torch.Tensor, source: int) -> None:

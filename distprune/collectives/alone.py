@@ -18,11 +18,7 @@ class Alone(Communicator):
         super().__init__(rank=0, size=1)
 
     @override
-    def _reduce_in_place(self, values: torch.Tensor, op: str) -> None:
-        pass
-
-    @override
-    def _sum_in_place(self, values: torch.Tensor, rank: int) -> None:
+    def _reduce_in_place(self, values: torch.Tensor, op: str, rank: int | None) -> None:
         pass
 
     @override

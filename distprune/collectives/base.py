@@ -73,13 +73,7 @@ class Communicator(ABC):
         every rank, it stays on its device where the backend works there. What other ranks than ``rank`` are left with
         may be anything.
         """
-        self._count(values.nbytes)
-        if values.numel():
-            with communicating():
-                if rank is None:
-                    self._reduce_in_place(values, "sum")
-                else:
-                    self._sum_in_place(values, rank)
+        self._in_place(values, "sum", rank)
 
     @final
     def max_in_place(self, values: torch.Tensor) -> None:
@@ -87,20 +81,20 @@ class Communicator(ABC):
 
         Contiguous, of the same shape and dtype on every rank, it stays on its device where the backend works there.
         """
-        self._count(values.nbytes)
-        if values.numel():
-            with communicating():
-                self._reduce_in_place(values, "max")
+        self._in_place(values, "max")
 
     def _reduce(self, values: torch.Tensor, op: str) -> torch.Tensor:
         if values.dtype not in (torch.int64, torch.float64):
             raise TypeError(f"reductions carry int64 or float64, not {values.dtype=}")
         values = values.detach().to("cpu", copy=True).contiguous()
-        self._count(values.numel() * values.element_size())
+        self._in_place(values, op)
+        return values
+
+    def _in_place(self, values: torch.Tensor, op: str, rank: int | None = None) -> None:
+        self._count(values.nbytes)
         if values.numel():
             with communicating():
-                self._reduce_in_place(values, op)
-        return values
+                self._reduce_in_place(values, op, rank)
 
     @final
     def broadcast(self, value: Any, source: int = 0) -> Any:
@@ -149,12 +143,8 @@ class Communicator(ABC):
         self.traffic.num_bytes += num_bytes
 
     @abstractmethod
-    def _reduce_in_place(self, values: torch.Tensor, op: str) -> None:
-        """All-reduce a contiguous tensor, which may be on a device; ``op`` is ``"sum"`` or ``"max"``."""
-
-    @abstractmethod
-    def _sum_in_place(self, values: torch.Tensor, rank: int) -> None:
-        """Reduce a contiguous tensor, which may be on a device, to rank ``rank``."""
+    def _reduce_in_place(self, values: torch.Tensor, op: str, rank: int | None) -> None:
+        """Reduce a contiguous tensor, which may be on a device, to rank ``rank``, or to all; ``op``: "sum" or "max"."""
 
     @abstractmethod
     def _broadcast_in_place(self, buffer: torch.Tensor, source: int) -> None:

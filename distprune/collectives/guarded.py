@@ -54,12 +54,8 @@ class Guarded(Communicator):
         return self._comm.global_rank(rank)
 
     @override
-    def _reduce_in_place(self, values: torch.Tensor, op: str) -> None:
-        self._comm._reduce_in_place(values, op)
-
-    @override
-    def _sum_in_place(self, values: torch.Tensor, rank: int) -> None:
-        self._comm._sum_in_place(values, rank)
+    def _reduce_in_place(self, values: torch.Tensor, op: str, rank: int | None) -> None:
+        self._comm._reduce_in_place(values, op, rank)
 
     @override
     def _broadcast_in_place(self, buffer: torch.Tensor, source: int) -> None:

@@ -38,20 +38,15 @@ class MpiRanks(Communicator):
         super().__init__(self.comm.Get_rank(), self.comm.Get_size())
 
     @override
-    def _reduce_in_place(self, values: torch.Tensor, op: str) -> None:
+    def _reduce_in_place(self, values: torch.Tensor, op: str, rank: int | None) -> None:
         from mpi4py import MPI
 
-        staged = values.cpu()
-        self.comm.Allreduce(MPI.IN_PLACE, staged.numpy(), op=MPI.SUM if op == "sum" else MPI.MAX)
-        if staged is not values:
-            values.copy_(staged)
-
-    @override
-    def _sum_in_place(self, values: torch.Tensor, rank: int) -> None:
-        from mpi4py import MPI
-
-        staged = values.cpu()
-        self.comm.Reduce(MPI.IN_PLACE if self.rank == rank else staged.numpy(), staged.numpy(), root=rank)
+        staged, kind = values.cpu(), MPI.SUM if op == "sum" else MPI.MAX
+        if rank is None:
+            self.comm.Allreduce(MPI.IN_PLACE, staged.numpy(), op=kind)
+        else:
+            sent = MPI.IN_PLACE if self.rank == rank else staged.numpy()
+            self.comm.Reduce(sent, staged.numpy(), op=kind, root=rank)
         if staged is not values:
             values.copy_(staged)
 

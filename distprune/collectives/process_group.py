@@ -42,16 +42,12 @@ class ProcessGroup(Communicator):
         return dist.get_global_rank(self.group, rank)
 
     @override
-    def _reduce_in_place(self, values: torch.Tensor, op: str) -> None:
-        staged = self._staged(values)
-        dist.all_reduce(staged, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.group)
-        if staged is not values:
-            values.copy_(staged)
-
-    @override
-    def _sum_in_place(self, values: torch.Tensor, rank: int) -> None:
-        staged = self._staged(values)
-        dist.reduce(staged, dst=self.global_rank(rank), group=self.group)
+    def _reduce_in_place(self, values: torch.Tensor, op: str, rank: int | None) -> None:
+        staged, kind = self._staged(values), dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+        if rank is None:
+            dist.all_reduce(staged, op=kind, group=self.group)
+        else:
+            dist.reduce(staged, dst=self.global_rank(rank), op=kind, group=self.group)
         if staged is not values:
             values.copy_(staged)
 

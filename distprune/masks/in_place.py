@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,24 +64,20 @@ def as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return bits.view(dtype)
 
 
-def views_by_chunk(*tensors: torch.Tensor) -> Iterable[tuple[Any, ...]]:
-    """Return views of all, of one shape, that cover them, of about a chunk's elements each.
+def views_by_chunk(*tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
+    """Yield views of all, of one shape, that cover them, of about a chunk's elements each.
 
     On the host they are arrays: numpy takes three quarters of the time torch does, and a slice a tenth.
     """
-    local = tensors[0]
-    if local.numel() <= chunk_size(local.device):
-        return [tuple([tensor.numpy() for tensor in tensors] if on_host(local.device) else tensors)]
-    return _chunks(*tensors)
-
-
-def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
-    local = tensors[0]
-    if all(tensor.is_contiguous() for tensor in tensors):
+    local, is_here = tensors[0], on_host(tensors[0].device)
+    if local.numel() > chunk_size(local.device) and all(tensor.is_contiguous() for tensor in tensors):
         tensors = tuple(tensor.view(-1) for tensor in tensors)
+    views: Any = [tensor.numpy() for tensor in tensors] if is_here else tensors
+    if local.numel() <= chunk_size(local.device):
+        yield tuple(views)
+        return
     num_rows = tensors[0].shape[0]
     step = max(1, chunk_size(local.device) * num_rows // local.numel())
-    views: Any = [tensor.numpy() for tensor in tensors] if on_host(local.device) else tensors
     for start in range(0, num_rows, step):
         yield tuple(view[start : start + step] for view in views)
 

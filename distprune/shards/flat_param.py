@@ -40,13 +40,11 @@ def find_flat_parts(model: nn.Module) -> dict[int, dict[str, LocalShard]]:
         handle: Any = wrapped._handle
         flat: Any = handle.flat_param
         is_sharded = handle.uses_sharded_strategy
-        reshard = partial(_reshard_if_ready, wrapped, handle) if is_sharded else None
-        if reshard is not None:
-            reshard()
-        ownership = None  # whole on every rank: the owner is open
+        reshard = ownership = None  # whole on every rank: the owner is open
         if is_sharded:
-            ranks = dist.get_process_group_ranks(handle.process_group)
-            ownership = Ownership(mesh_ranks=frozenset(ranks))
+            reshard = partial(_reshard_if_ready, wrapped, handle)
+            reshard()
+            ownership = Ownership(mesh_ranks=frozenset(dist.get_process_group_ranks(handle.process_group)))
         data = flat.detach()
         for info, shape, numel, place in zip(
             flat._param_infos, flat._shapes, flat._numels, flat._shard_param_infos, strict=True

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from distprune.collectives.roster import Layout
 from distprune.shards.geometry import Geometry, Split, runs_of_splits
@@ -31,23 +31,23 @@ def local_shard(name: str, tensor: torch.Tensor, module: nn.Module | None = None
             torchao) or stored sparsely.
         TypeError: ``tensor`` is not a tensor.
     """
-    if isinstance(tensor, DTensor):
-        local, geometry, ownership = _part_of(name, tensor)
-        _check_values(name, local)
-        return LocalShard(name, local, geometry, ownership, tensor=tensor, module=module, attribute=attribute)
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
-    _check_values(name, tensor)
-    whole = Geometry.whole(tensor.shape)
-    return LocalShard(name, tensor.detach(), whole, tensor=tensor, module=module, attribute=attribute)
-
-
-def _check_values(name: str, tensor: torch.Tensor) -> None:
-    if _is_packed(tensor) or tensor.layout is not torch.strided:
-        kind = type(tensor).__name__ if tensor.layout is torch.strided else str(tensor.layout).removeprefix("torch.")
+    local, ownership = local_of(tensor).detach(), None
+    if isinstance(tensor, DTensor):
+        geometry, ownership = _place_of(name, tensor)
+        # FSDP2 keeps an empty shard's padding shape on some dims, and outside of the mesh there is none: only the count
+        # matters.
+        if geometry.local_numel == 0 and tuple(local.shape) != geometry.local_shape:
+            local = local.new_empty(geometry.local_shape)
+    else:
+        geometry = Geometry.whole(tensor.shape)
+    if _is_packed(local) or local.layout is not torch.strided:
+        kind = type(local).__name__ if local.layout is torch.strided else str(local.layout).removeprefix("torch.")
         raise NotImplementedError(
             f"the values of {name!r} are packed ({kind}); prune before the model is quantized or compressed"
         )
+    return LocalShard(name, local, geometry, ownership, tensor=tensor, module=module, attribute=attribute)
 
 
 def is_held(tensor: torch.Tensor) -> bool:
@@ -78,19 +78,6 @@ def splits_of(tensor: DTensor, dim: int, coordinate: Sequence[int] | None = None
         for axis, (place, of) in enumerate(zip(coordinate, tensor.placements, strict=False))
         if isinstance(of, Shard | StridedShard) and of.dim == dim
     ]
-
-
-def ranks_along(mesh: DeviceMesh, placements: Sequence[Placement], dims: range) -> list[int]:
-    """Return the global ranks that hold another part along ``dims`` of a DTensor, and the same along all others.
-
-    In the order of the mesh; this rank is among them, and its copies are not. This rank is in the mesh.
-    """
-    coordinate = mesh.get_coordinate() or ()
-    at = tuple(
-        slice(None) if isinstance(of, Shard | StridedShard) and of.dim in dims else place
-        for place, of in zip(coordinate, placements, strict=True)
-    )
-    return [int(rank) for rank in mesh.mesh[at].flatten().tolist()]
 
 
 def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
@@ -139,15 +126,6 @@ def _layout(tensor: torch.Tensor | None) -> str:
     if not isinstance(tensor, DTensor):
         return "plain"
     return f"a DTensor with {tensor.placements} on {tensor.device_mesh}"
-
-
-def _part_of(name: str, tensor: DTensor) -> tuple[torch.Tensor, Geometry, Ownership]:
-    local, (geometry, ownership) = local_of(tensor), _place_of(name, tensor)
-    # FSDP2 keeps an empty shard's padding shape on some dims, and outside of the mesh there is none: only the count
-    # matters.
-    if geometry.local_numel == 0 and tuple(local.shape) != geometry.local_shape:
-        local = local.new_empty(geometry.local_shape)
-    return local, geometry, ownership
 
 
 # Parameters of one mesh and shape share them. A mesh is let go of with its last parameter.

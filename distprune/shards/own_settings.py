@@ -13,30 +13,24 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from distprune.shards.device import on_host
 
-_PutBack = list[Callable[[], object]]
-
 
 class _OfProcess:
-    """Settings of the process: the first of all threads to enter changes them, the last to leave puts them back.
+    """Settings of the process: the first of all threads to enter changes them, the last to leave puts them back."""
 
-    ``change`` appends to a list what puts back each thing that it changes.
-    """
-
-    def __init__(self, change: Callable[[_PutBack], None]) -> None:
-        self._change, self._lock, self._num_within = change, threading.Lock(), 0
-        self._put_back: _PutBack = []
+    def __init__(self, change: Callable[[], AbstractContextManager[None]]) -> None:
+        self._change, self._lock, self._num_within, self._changed = change, threading.Lock(), 0, ExitStack()
 
     def __enter__(self) -> None:
         with self._lock:
             self._num_within += 1
             if self._num_within == 1:
-                self._change(self._put_back)
+                self._changed.enter_context(self._change())
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._num_within -= 1
-            while not self._num_within and self._put_back:
-                self._put_back.pop()()
+            if not self._num_within:
+                self._changed.close()
 
 
 @contextmanager
@@ -44,8 +38,8 @@ def own_settings() -> Iterator[None]:
     """Run the body without autocast, with full-precision float32 products and float32 as the default dtype. Local.
 
     All that scores, statistics, selection and solvers compute stands in one, so that settings of the process do not
-    change masks or weights. A model's forward stands in none: its user's settings are meant for it. What is made within
-    says its device; it may not matter whether algorithms are deterministic.
+    change masks or weights. A model's forward stands in none: its user's settings are meant for it. Factories within
+    name their device; results may not depend on whether algorithms are deterministic.
 
     Autocast belongs to a thread. The default dtype and the precision of products belong to the process: they are
     changed only where they are others, and for all threads until the last of these has left. So where ranks are
@@ -54,15 +48,12 @@ def own_settings() -> Iterator[None]:
     Casts of weights that autocast has kept are dropped at the end: the weights may have been written to.
     """
     casting = [kind for kind in _kinds_of_device() if torch.is_autocast_enabled(kind)]
-    with _precision:
-        if not casting:
-            yield
-            return
-        with ExitStack() as stack:
+    with _precision, ExitStack() as stack:
+        if casting:
             stack.callback(torch.clear_autocast_cache)
-            for kind in casting:
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            yield
+        for kind in casting:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def plain_attention(device: torch.device) -> AbstractContextManager[None]:
@@ -80,48 +71,44 @@ def _kinds_of_device() -> tuple[str, ...]:
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
-def _change_numbers(put_back: _PutBack) -> None:
-    if (dtype := torch.get_default_dtype()) != torch.float32:
-        torch.set_default_dtype(torch.float32)
-        put_back.append(partial(torch.set_default_dtype, dtype))
-    _raise_precision(put_back)
-
-
-def _raise_precision(put_back: _PutBack) -> None:
-    """Have products of float32 matrices computed in float32, on every device."""
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """Have products of float32 matrices computed in float32, on every device, and float32 as the default dtype."""
     backends: Any = torch.backends
-    cuda, mkldnn = backends.cuda.matmul, backends.mkldnn.matmul
-    before = cuda.fp32_precision, mkldnn.fp32_precision
-    if {"ieee", "none"}.issuperset(before):
-        return
-    # One that follows a more general setting goes on to do so.
+    dtype, products = torch.get_default_dtype(), (backends.cuda.matmul, backends.mkldnn.matmul)
+    before = [product.fp32_precision for product in products]
     general = backends.cudnn.fp32_precision, backends.mkldnn.fp32_precision
-    own = ["none" if precision == of_all else precision for precision, of_all in zip(before, general, strict=True)]
-    for of, precision in zip((cuda, mkldnn), own, strict=True):
-        put_back.append(partial(setattr, of, "fp32_precision", precision))
-    try:
-        older = torch.get_float32_matmul_precision()
-    except RuntimeError:  # the newer settings are others
-        older = "high" if _allows_tf32(cuda) else "highest"
+    older = "" if {"ieee", "none"}.issuperset(before) else _older(backends.cuda.matmul)
+    if dtype != torch.float32:
+        torch.set_default_dtype(torch.float32)
     if older == "highest":
-        cuda.fp32_precision = mkldnn.fp32_precision = "ieee"
-    else:  # what asks the older way must hear the same: products on CUDA raise where it does not
+        for product in products:
+            product.fp32_precision = "ieee"
+    elif older:  # what asks the older way must hear the same: products on CUDA raise where it does not
         torch.set_float32_matmul_precision("highest")
-        put_back.append(partial(torch.set_float32_matmul_precision, older))
-
-
-def _allows_tf32(cuda: Any) -> bool:
-    """Return what was set for products on CUDA the older way."""
     try:
-        return bool(cuda.allow_tf32)
+        yield
+    finally:
+        if dtype != torch.float32:
+            torch.set_default_dtype(dtype)
+        if older and older != "highest":
+            torch.set_float32_matmul_precision(older)
+        for product, precision, of_all in zip(products, before, general, strict=True):
+            if older:  # one that follows a more general setting goes on to do so
+                product.fp32_precision = "none" if precision == of_all else precision
+
+
+def _older(cuda: Any) -> str:
+    """Return what was set for products the older way."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # the newer settings are others
+        pass
+    try:
+        allows_tf32 = bool(cuda.allow_tf32)
     except RuntimeError:  # not what was set the newer way
-        return bool(cuda.fp32_precision != "tf32")
+        allows_tf32 = cuda.fp32_precision != "tf32"
+    return "high" if allows_tf32 else "highest"
 
 
-def _change_attention(put_back: _PutBack) -> None:
-    stack = ExitStack()
-    stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-    put_back.append(stack.close)
-
-
-_precision, _attention = _OfProcess(_change_numbers), _OfProcess(_change_attention)
+_precision, _attention = _OfProcess(_full_precision), _OfProcess(partial(sdpa_kernel, SDPBackend.MATH))
