@@ -8,12 +8,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
 from distprune.cli.ranks import schedule_as_batch
+from distprune.kernels import available
 from tests.hf_models import make_model
 from tests.worlds import NOBODYS_SEED, ProcessPool, process_pool
 
@@ -42,6 +44,13 @@ def _process_wide_settings() -> Iterator[None]:
     left = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     assert left == torch.float32
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have kernels for what lies on the CPU, in Triton's interpreter."""
+    import_module("tests.kernels.interpreted")
+    monkeypatch.setattr(available, "_DEVICES", ("cuda", "cpu"))
 
 
 @pytest.fixture(scope="session")

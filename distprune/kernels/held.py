@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import final
 
 import torch
+from torch.autograd.graph import increment_version
 
-from distprune.kernels.available import kernels
+from distprune.kernels.available import has_kernels, kernels
 from distprune.kernels.table import Piece, Table, tables_of
 from distprune.shards.local_shard import bits_of
 
@@ -16,51 +17,81 @@ _BLOCK = 1024
 
 @final
 class HeldOnDevice:
-    """Shards on one device, each with its mask (bool, same local shape), both contiguous."""
+    """Shards on one device, each with its mask (bool, same local shape)."""
 
     def __init__(self, shards: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._shards, self._device = shards, shards[0][0].device
         self._addresses: list[int] = []
         self._tables: list[Table] = []
+        self._others: list[int] = []  # which kernels cannot take
 
+    @torch.no_grad()
     def read(self, least: torch.Tensor) -> torch.Tensor:
-        """Do with each shard as :func:`distprune.masks.in_place.read_kept`, and return its counts, (shards, 3), int64.
+        """Write into each mask where its shard is other than +0.0, and return counts, (shards, 3), int64. Local.
 
-        ``least``: of each shard, on the device, as what is returned: the host does not wait.
+        Of a shard with fewer than ``least`` zeros (shards), int64, the mask stays as it is. The counts are how many
+        places of a mask changed, how many are False now, and whether there were too few. All on the device: the host
+        does not wait.
         """
-        hold, tables = kernels("hold"), self._up_to_date()
-        counts = torch.zeros((len(self._shards), 4), dtype=torch.int64, device=self._device)
-        num_held, totals = counts.view(-1)[: len(self._shards)], counts.view(-1)[len(self._shards) :]
-        for table in tables:
-            table.run(hold.count_held, num_held)
-        for table in tables:
-            table.run(hold.read_held, num_held, least, totals)
-        return totals.view(-1, 3)
+        tables, num = self._up_to_date(), len(self._shards)
+        memory = torch.zeros(4 * num, dtype=torch.int64, device=self._device)
+        num_held, counts = memory[:num], memory[num:].view(num, 3)
+        for kernel, arguments in (("count_held", ()), ("read_held", (least, counts))):
+            for table in tables:
+                table.run(getattr(kernels("hold"), kernel), num_held, *arguments)
+        for i in self._others:
+            counts[i] = _read(*self._shards[i], least[i])
+        return counts
 
+    @torch.no_grad()
     def write_signed_zeros(self) -> None:
-        """Do with each shard as :func:`distprune.masks.in_place.write_signed_zeros`. Local."""
+        """Write +0.0 where a mask is False, and -0.0 over a +0.0 where it is True. Local."""
         for table in self._up_to_date():
             table.run(kernels("hold").mask, SIGNS=True)
+        for local, kept in (self._shards[i] for i in self._others):
+            bits = bits_of(local)
+            bits.mul_(kept)
+            bits.masked_fill_((bits == 0) & kept, torch.iinfo(bits.dtype).min)
+        increment_version([local for local, _ in self._shards])  # no kernel does
 
     def _up_to_date(self) -> list[Table]:
         addresses = [local.data_ptr() for local, _ in self._shards]
         if addresses != self._addresses:  # memory can move under a tensor
-            self._addresses, self._tables = addresses, _tables_of(*zip(*self._shards, strict=True))
+            self._addresses = addresses
+            self._tables, self._others = _tables_of(self._shards)
         return self._tables
 
 
-def zero_where_masked(locals_: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) -> None:
-    """Write +0.0 into each of ``locals_`` where its mask (bool, same local shape) is False. Contiguous. Local."""
-    for table in _tables_of(locals_, masks):
+def _read(local: torch.Tensor, kept: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+    """Do so with one shard, in plain operations."""
+    now = bits_of(local) != 0
+    too_few = now.logical_not().sum() < least
+    now = torch.where(too_few, kept, now)
+    counts = torch.stack([(now != kept).sum(), now.logical_not().sum(), too_few.to(torch.int64)])
+    kept.copy_(now)
+    return counts
+
+
+@torch.no_grad()
+def zero_where_masked(shards: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Write +0.0 into each tensor where its mask (bool, same shape) is False; all are on one device. Local."""
+    tables, others = _tables_of(shards)
+    for table in tables:
         table.run(kernels("hold").mask, SIGNS=False)
+    for local, mask in (shards[i] for i in others):
+        bits_of(local.detach()).mul_(mask)
+    increment_version([local for local, _ in shards])
 
 
-def _tables_of(locals_: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) -> list[Table]:
-    pieces = [
-        Piece(bits_of(local.detach()).view(-1), i, out=mask.view(-1))
-        for i, (local, mask) in enumerate(zip(locals_, masks, strict=True))
-    ]
-    made = tables_of(pieces, _BLOCK)
-    for table in made:
+def _tables_of(shards: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[list[Table], list[int]]:
+    """Return tables, and which of ``shards`` are in none."""
+    pieces, others = [], []
+    for i, (local, mask) in enumerate(shards):
+        if has_kernels(local.device) and local.is_contiguous() and mask.is_contiguous():
+            pieces.append(Piece(bits_of(local.detach()).view(-1), i, out=mask.view(-1)))
+        else:
+            others.append(i)
+    tables = tables_of(pieces, _BLOCK)
+    for table in tables:
         table.constants = {"WORD": table.constants["DTYPE"], "ALIGNED": table.constants["ALIGNED"], "BLOCK": _BLOCK}
-    return made
+    return tables, others

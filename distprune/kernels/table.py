@@ -134,8 +134,9 @@ def tables_of(pieces: Sequence[Piece], block: int, *, row: int = 1, programs: in
         _table(kind, rows, max(block, row) // row * row, programs or num_programs(device))
         for kind, rows in by_kind.items()
     ]
-    words = sent(torch.from_numpy(np.concatenate([table.words for table in made])), device)
-    for table, part in zip(made, torch.split(words, [len(table.words) for table in made]), strict=True):
+    words = np.concatenate([table.words for table in made])
+    there = sent(torch.tensor(words, dtype=torch.int64, device="cpu"), device)
+    for table, part in zip(made, torch.split(there, [len(table.words) for table in made]), strict=True):
         table.sent = part
     return made
 

@@ -12,7 +12,8 @@ import numpy.typing as npt
 import torch
 from torch.autograd.graph import increment_version
 
-from distprune.shards.device import chunk_size, is_small, on_host
+from distprune.kernels.held import zero_where_masked
+from distprune.shards.device import by_accelerator, chunk_size, on_host
 from distprune.shards.local_shard import bits_of
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -35,21 +36,14 @@ def zero_where_pruned(local: torch.Tensor, mask: torch.Tensor) -> None:
     increment_version(local)  # numpy does not
 
 
-def zero_all_where_pruned(locals_: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) -> None:
-    """Do so for many shards: for small ones, and for those on a device, in one call of torch. Local."""
-    joined: list[int] = []
-    for i, local in enumerate(locals_):
-        if goes_beside(local) or not (on_host(local.device) or local.is_complex()):
-            joined.append(i)
-        else:
-            zero_where_pruned(local, masks[i])
-    if joined:
-        torch._foreach_mul_([bits_of(locals_[i]) for i in joined], [masks[i] for i in joined])
-
-
-def goes_beside(local: torch.Tensor) -> bool:
-    """Return whether ``local`` is better worked on together with others: it lies on the host, and is small. Local."""
-    return local.numel() > 0 and is_small(local.numel(), local.device) and not local.is_complex()
+def zero_all_where_pruned(shards: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Do so for many shards, each with its mask; for those on a GPU all together. Local."""
+    there = by_accelerator(local.device for local, _ in shards)
+    for which in there.values():
+        zero_where_masked([shards[i] for i in which if not shards[i][0].is_complex()])
+    for local, mask in shards:
+        if on_host(local.device) or local.is_complex():
+            zero_where_pruned(local, mask)
 
 
 def as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

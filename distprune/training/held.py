@@ -19,9 +19,8 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from distprune.masks.grouped import Grouped
+from distprune.kernels.held import HeldOnDevice
 from distprune.masks.in_place import (
-    goes_beside,
     make_zeros_positive,
     read_kept,
     seems_kept,
@@ -29,7 +28,6 @@ from distprune.masks.in_place import (
     zero_all_where_pruned,
     zero_where_pruned,
 )
-from distprune.masks.side_by_side import SideBySide
 from distprune.shards.device import Arriving, by_accelerator, on_host
 from distprune.shards.layouts import is_laid_out_like, local_of
 from distprune.shards.local_shard import LocalShard
@@ -80,7 +78,6 @@ class Held:
             self.kept = torch.from_numpy(np.ones(shape, dtype=np.bool_))
         else:
             self.kept = torch.ones(shape, dtype=torch.bool, device=device)
-        self.is_small = goes_beside(shard.local)
         self.num_held = 0  # on a device as of what has arrived
         self._nothing = torch.zeros((), dtype=torch.int64, device=device)
         self.num_there = self._nothing  # the same on a device, as of now
@@ -218,33 +215,27 @@ class Held:
 class HeldTogether:
     """Several of a model's shards: what one optimizer moves, or all.
 
-    Small ones on the host are read side by side, those on a device all together. What is counted there is on its way to
+    Those on a device are read all together. What is counted there is on its way to
     the host while that goes on: so it is one of the next steps that warns of zeros that were overwritten.
     """
 
     def __init__(self, held: Sequence[Held]) -> None:
         self._all = held
-        self._small = [each for each in held if each.is_small]
-        self._others = [each for each in held if not each.is_small and on_host(each.shard.local.device)]
+        self._here = [each for each in held if on_host(each.shard.local.device)]
         there = {
             device: [held[i] for i in which]
             for device, which in by_accelerator(each.shard.local.device for each in held).items()
         }
-        self._there = [
-            (of, Grouped([(each.shard.local, each.kept) for each in of], device)) for device, of in there.items()
-        ]
+        self._there = [(of, HeldOnDevice([(each.shard.local, each.kept) for each in of])) for of in there.values()]
         self._arriving: deque[tuple[list[Held], Arriving]] = deque()
-        self._beside = SideBySide([(each.shard.local, each.kept) for each in self._small])
 
     def notice_writes(self) -> None:
         """Have all be read anew that were written to, also if torch has not counted it, as of those through ``data``.
 
         Of a large one a sample must show it; then all large ones are read anew.
         """
-        for i in self._beside.differing():
-            self._small[i].notice_write()
-        if not all(seems_kept(each.shard.local, each.kept) for each in self._others):
-            for each in self._others:
+        if not all(seems_kept(each.shard.local, each.kept) for each in self._here):
+            for each in self._here:
                 each.notice_write()
 
     def read(self, *, waits: bool = False) -> list[Held]:
@@ -257,16 +248,9 @@ class HeldTogether:
         self.notice_writes()
         self._read_there()
         lost = self._arrived(waits=waits)
-        for each in self._others:
+        for each in self._here:
             each.read()
             if each.take_read():
-                lost.append(each)
-        for i, each in enumerate(self._small):
-            overwritten = each.take_read()
-            if not each.is_read():
-                overwritten |= each.take(self._beside.read(i, each.least()))
-                each.know_read()
-            if overwritten:
                 lost.append(each)
         return lost
 
@@ -281,10 +265,10 @@ class HeldTogether:
             self._read_there()
 
     def _read_there(self) -> None:
-        for held, grouped in self._there:
+        for held, on_device in self._there:
             if not all(each.is_read() for each in held):
                 before = torch.stack([each.num_there for each in held])
-                counts = grouped.read(before.to(torch.float64).mul_(_MOST_LEFT).ceil_().to(torch.int64))
+                counts = on_device.read(before.to(torch.float64).mul_(_MOST_LEFT).ceil_().to(torch.int64))
                 for each, of_each, num_held in zip(held, counts.unbind(), counts[:, 1].unbind(), strict=True):
                     each.note(of_each, num_held)
 
@@ -305,30 +289,23 @@ class HeldTogether:
 
     def clean(self, states: Sequence[tuple[Held, ParameterRange, dict[str, object]]]) -> None:
         """Write zeros into an optimizer's state where weights are held, of those whose mask may have changed."""
-        parts, masks = [], []
+        parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         for held, where, state in states:
             if held.is_new or held.may_be_new:
-                moments = [*held.moments(where, state)]
-                parts += moments
-                masks += [held.kept] * len(moments)
+                parts += [(moment, held.kept) for moment in held.moments(where, state)]
                 held.is_new = held.may_be_new = False
-        zero_all_where_pruned(parts, masks)
+        zero_all_where_pruned(parts)
 
     def mask_gradients(self, ranges: Sequence[tuple[Held, ParameterRange]]) -> None:
         """Mask the gradients before a step, of those that somebody has touched since that was done."""
-        parts, masks = [], []
-        for held, where in ranges:
-            part = held.gradient_to_mask(where)
-            if part is not None:
-                parts.append(part)
-                masks.append(held.kept)
-        zero_all_where_pruned(parts, masks)
+        parts = [(held.gradient_to_mask(where), held.kept) for held, where in ranges]
+        zero_all_where_pruned([(part, kept) for part, kept in parts if part is not None])
 
     def write_zeros(self) -> None:
         """After a step: zeros where weights are held, and -0.0 where a kept one has become zero."""
-        for _, grouped in self._there:
-            grouped.write_signed_zeros()
-        for each in [*(self._small[i] for i in self._beside.differing()), *self._others]:
+        for _, on_device in self._there:
+            on_device.write_signed_zeros()
+        for each in self._here:
             each.write_zeros()
         for each in self._all:
             each.know_read()

@@ -11,7 +11,7 @@ from distprune.kernels.lowest import Keys
 from distprune.kernels.table import ScoreName
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WORDS = {4: torch.int32, 2: torch.int16}
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 INFINITY = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
 

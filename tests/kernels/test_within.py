@@ -13,6 +13,7 @@ from distprune.kernels.lowest import Keys  # isort: skip
 from distprune.kernels.table import Piece  # isort: skip
 from distprune.kernels.within import MOST_IN_GROUP, count_nans, keep_groups, keep_rows  # isort: skip
 from distprune.masks.in_place import read_kept, write_signed_zeros  # isort: skip
+from tests.device_path import counted_waits  # isort: skip
 from tests.kernels.cases import DTYPES, awkward, bits, keys_for, zeroed  # isort: skip
 
 
@@ -79,27 +80,35 @@ def test_nothing_is_written_if_there_are_nans(kind: str) -> None:
     assert tensors[0].tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
+@pytest.mark.parametrize("how", ["kernels", "plain"])
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.sampled(3)
-def test_held_zeros(seed: int) -> None:
+@pytest.mark.sampled(4)
+def test_held_zeros(seed: int, how: str, request: pytest.FixtureRequest) -> None:
     rng = np.random.default_rng(seed)
-    dtypes = [DTYPES[rng.integers(3)] for _ in range(4)]
+    dtypes = [(*DTYPES, torch.float64)[rng.integers(4)] for _ in range(4)]
     weights = [awkward(rng, int(rng.choice([0, 1, 9, 64, 300, 2000])), dtype) for dtype in dtypes]
-    kept = [torch.from_numpy(rng.integers(0, 2, w.numel()) == 1) for w in weights]
+    weights.append(awkward(rng, 60, torch.float32).view(6, 10).t())  # scattered
+    if how == "kernels":
+        request.getfixturevalue("interpreted")
+    kept = [torch.from_numpy(rng.integers(0, 2, tuple(w.shape)) == 1) for w in weights]
     least = torch.from_numpy(rng.integers(0, 3, len(weights)) * 100)
     held, wanted = HeldOnDevice(list(zip(weights, kept, strict=True))), [mask.clone() for mask in kept]
-    totals = held.read(least)
+    held.read(torch.full_like(least, 1 << 40))  # more than there are: the masks stay as they are
+    with counted_waits() as waits:
+        totals = held.read(least)
+    assert not waits.calls
     for i, (w, mask) in enumerate(zip(weights, wanted, strict=True)):
         if w.numel():
             assert totals[i].tolist() == [*map(int, read_kept(w, mask, int(least[i])))]
         assert torch.equal(kept[i], mask)
-        w.copy_(awkward(rng, w.numel(), w.dtype))
-    plain = [w.clone() for w in weights]
+        w.copy_(awkward(rng, w.numel(), w.dtype).view(w.shape))
+    plain, versions = [w.clone() for w in weights], [w._version for w in weights]
     held.write_signed_zeros()
+    assert all(w._version > version for w, version in zip(weights, versions, strict=True))
     for w, other, mask in zip(weights, plain, kept, strict=True):
         write_signed_zeros(other, mask)
         assert torch.equal(bits(w), bits(other))
-        w.copy_(awkward(rng, w.numel(), w.dtype))
+        w.copy_(awkward(rng, w.numel(), w.dtype).view(w.shape))
     plain = [zeroed(w, ~mask) for w, mask in zip(weights, kept, strict=True)]
-    zero_where_masked(weights, kept)
+    zero_where_masked(list(zip(weights, kept, strict=True)))
     assert all(torch.equal(bits(w), bits(other)) for w, other in zip(weights, plain, strict=True))
