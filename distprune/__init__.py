@@ -5,7 +5,8 @@
 
 from distprune.calibration.data import calibration_windows
 from distprune.calibration.own_words import own_words
-from distprune.checkpoint.load_save import load, save
+from distprune.checkpoint.hf_load import load
+from distprune.checkpoint.hf_save import save
 from distprune.evaluation import perplexity
 from distprune.masks.adapters import merge_adapters
 from distprune.masks.plain_keys import dense_state_dict

@@ -6,7 +6,6 @@ A converter that does more than placing (a permutation by reshaping, dequantizat
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -100,10 +99,8 @@ def _stack(tensors: Sequence[Placed], dim: int = 0) -> Placed:
 
 def _unsqueezed(tensor: Placed, dim: int) -> Placed:
     regions = [
-        dataclasses.replace(
-            region,
-            bounds=(*region.bounds[:dim], (0, 1), *region.bounds[dim:]),
-            dims=tuple(of + (of >= dim) for of in region.dims),
+        region._replace(
+            bounds=(*region.bounds[:dim], (0, 1), *region.bounds[dim:]), dims=tuple(d + (d >= dim) for d in region.dims)
         )
         for region in tensor.regions
     ]
@@ -123,13 +120,14 @@ def _split(tensor: Placed, sizes: Sequence[int], dim: int = 0) -> list[Placed]:
     if sum(sizes) != tensor.shape[dim]:
         stored = tensor.regions[0].stored
         raise ValueError(f"tensor {stored!r} is {list(tensor.shape)}, and its parts are {list(sizes)} along dim {dim}")
-    found, start = [], 0
-    for size in sizes:
-        inside = [_narrowed(region, dim, start, start + size) for region in tensor.regions]
-        regions = [_moved(region, dim, -start) for region in inside if region.numel]
-        found.append(Placed(_with(tensor.shape, dim, size), regions))
-        start += size
-    return found
+    starts = itertools.accumulate(sizes, initial=0)
+    return [
+        Placed(
+            _with(tensor.shape, dim, size),
+            [_moved(part, dim, -start) for of in tensor.regions if (part := _narrowed(of, dim, start, size)).numel],
+        )
+        for size, start in zip(sizes, starts, strict=False)
+    ]
 
 
 def _chunk(tensor: Placed, chunks: int, dim: int = 0) -> list[Placed]:
@@ -141,12 +139,10 @@ def _transpose(tensor: Placed, dim0: int, dim1: int) -> Placed:
     order = list(range(len(tensor.shape)))
     order[dim0], order[dim1] = order[dim1], order[dim0]
     regions = [
-        dataclasses.replace(
-            region, bounds=tuple(region.bounds[of] for of in order), dims=tuple(order.index(of) for of in region.dims)
-        )
+        region._replace(bounds=tuple(region.bounds[d] for d in order), dims=tuple(order.index(d) for d in region.dims))
         for region in tensor.regions
     ]
-    return Placed((tensor.shape[of] for of in order), regions)
+    return Placed((tensor.shape[d] for d in order), regions)
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
@@ -160,13 +156,14 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 
 def _check_alike(tensors: Sequence[Placed], dim: int | None) -> None:
     """Raise a ValueError unless ``tensors`` are of one shape but for ``dim``."""
-    wanted, *others = [[size for of, size in enumerate(placed.shape) if of != dim] for placed in tensors]
-    for placed, shape in zip(tensors[1:], others, strict=True):
-        if shape != wanted:
-            first, other = (each.regions[0].stored for each in (tensors[0], placed))
+    first = tensors[0]
+    for other in tensors[1:]:
+        if len(other.shape) != len(first.shape) or any(
+            one != two and d != dim for d, (one, two) in enumerate(zip(first.shape, other.shape, strict=True))
+        ):
             raise ValueError(
-                f"{first!r} makes {list(tensors[0].shape)} and {other!r} {list(placed.shape)}: they are parts of one "
-                "weight, and do not go together"
+                f"{first.regions[0].stored!r} makes {list(first.shape)} and {other.regions[0].stored!r} "
+                f"{list(other.shape)}: they are parts of one weight, and do not go together"
             )
 
 
@@ -177,14 +174,15 @@ def _with(values: Sequence[T], dim: int, value: T) -> tuple[T, ...]:
 
 def _moved(region: Region, dim: int, by: int) -> Region:
     start, stop = region.bounds[dim]
-    return dataclasses.replace(region, bounds=_with(region.bounds, dim, (start + by, stop + by)))
+    return region._replace(bounds=_with(region.bounds, dim, (start + by, stop + by)))
 
 
-def _narrowed(region: Region, dim: int, start: int, stop: int) -> Region:
-    """Return what of ``region`` is between ``start`` and ``stop`` along ``dim``."""
+def _narrowed(region: Region, dim: int, start: int, size: int) -> Region:
+    """Return what of ``region`` is in ``size`` indices from ``start`` on along ``dim``."""
     low, high = region.bounds[dim]
-    new = max(low, start), max(min(high, stop), max(low, start))
-    stored_start = tuple(
-        first + (new[0] - low) * (of == dim) for of, first in zip(region.dims, region.stored_start, strict=True)
+    new_low = max(low, start)
+    bounds = _with(region.bounds, dim, (new_low, max(min(high, start + size), new_low)))
+    firsts = zip(region.dims, region.stored_start, strict=True)
+    return region._replace(
+        bounds=bounds, stored_start=tuple(first + (new_low - low) * (d == dim) for d, first in firsts)
     )
-    return dataclasses.replace(region, bounds=_with(region.bounds, dim, new), stored_start=stored_start)

@@ -11,21 +11,74 @@ import itertools
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from distprune.checkpoint.computed_buffers import compute_buffers
 from distprune.checkpoint.hf_directory import HfDirectory
+from distprune.checkpoint.hub import resolve_model
 from distprune.checkpoint.meta_model import build_on_meta
 from distprune.checkpoint.naming import Regions, different_values, names_by_tensor
+from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.regions import regions_by_name
 from distprune.checkpoint.shared_reading import open_together, sample_together
 from distprune.checkpoint.stored_slices import Progress, Stored, fill_shards, stored_slices
-from distprune.collectives.agree import agree, together
+from distprune.collectives.agree import together
 from distprune.collectives.communicator import Group, communicator
 from distprune.models.decoder_blocks import decoder_blocks
+from distprune.shards.device import as_device
 from distprune.shards.layouts import local_shard
+
+
+def mesh_of(group: Group, num_ranks: int, device: torch.device) -> DeviceMesh | None:
+    """Return the mesh of all ranks of ``group``, over which a model is sharded; ``None`` on one rank. Local."""
+    ranks = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
+    if num_ranks == 1 or ranks is None:
+        return None
+    return DeviceMesh.from_group(ranks, device.type, mesh_dim_names=("shard",))
+
+
+def load(
+    name: str | Path,
+    mesh: DeviceMesh | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    group: Group = None,
+) -> nn.Module:
+    """Return the causal language model ``name``, in FSDP2 shards where there are several ranks, in evaluation mode.
+
+    >>> model = load(folder / "model")
+    >>> report = prune_model(model, 0.5)
+    >>> save(model, folder / "pruned")
+    >>> sparsity(load(folder / "pruned"))
+    0.5
+
+    Args:
+        name: a directory, or an id of the hub, ``org/name`` or ``org/name@revision``, which one rank on each machine
+            fetches. Its tokenizer is ``transformers.AutoTokenizer.from_pretrained(name)``.
+        mesh: one axis, or replicate x shard (HSDP). Default: all ranks of ``group``; one rank has the model whole.
+        dtype: of the parameters. Default: what the checkpoint holds them in.
+        device: where the parameters live. Default: the mesh's kind of device, or the CPU.
+        group: the ranks that load together; default: the default group, or this process alone.
+
+    Each rank reads the slices that it holds; no rank has the whole model in memory. Every rank of ``group`` must call
+    it, with equal arguments. Rounds: one of 64 bytes, and those of ``resolve_model`` and ``load_model``.
+
+    Raises:
+        ImportError: on every rank: the extra ``hf`` is not installed.
+        FileNotFoundError, OSError: on every rank: no such directory, and the hub has no such model or is out of reach.
+        ValueError, NotImplementedError: on every rank: there is no such device, or what ``load_model`` raises.
+    """
+    comm = communicator(group)
+    with together(comm):
+        import_extra("transformers", "hf")
+        kind = as_device(device or (mesh.device_type if mesh is not None else "cpu"))
+        mesh = mesh_of(group, comm.size, kind) if mesh is None else mesh
+    path = resolve_model(str(name), group=comm)
+    return load_model(path, mesh=mesh, dtype=dtype, device=kind, group=comm)
 
 
 def load_model(
@@ -52,7 +105,7 @@ def load_model(
         group: the ranks that load together; every one of them must call it.
         progress: called with (bytes read so far, bytes to read) of this rank.
 
-    Communicates five rounds of 64 bytes, to agree on the arguments and to raise together, and what
+    Communicates two rounds of 64 bytes, to agree on the arguments and to raise together, and what
     :func:`open_together` (but for a directory that is open) and :func:`sample_together` do.
 
     Raises:
@@ -67,21 +120,14 @@ def load_model(
         ImportError: on every rank: the extra ``hf`` is not installed.
     """
     comm = communicator(group)
-    with together(comm, is_open=isinstance(path, HfDirectory)):
+    facts = {"dtype": str(dtype), "compute_dtype": str(compute_dtype), "mesh": mesh and list(mesh.shape)}
+    with together(comm, is_open=isinstance(path, HfDirectory), **facts):
         if mesh is not None and mesh.ndim > 2:
             raise ValueError(f"a mesh of one axis, or of two (replicate x shard), is called for, not of {mesh.ndim}")
     directory = path if isinstance(path, HfDirectory) else open_together(comm, path)
     sample_together(comm, directory)
     with together(comm):
         model, regions = build_on_meta(directory, dtype)
-        facts = {
-            "checkpoint": directory.fingerprint(),
-            "dtype": str(dtype),
-            "compute dtype": str(compute_dtype),
-            "mesh": mesh and list(mesh.shape),
-        }
-    agree(comm, facts)
-    with together(comm):
         if mesh is not None:
             precision = MixedPrecisionPolicy(compute_dtype, None if compute_dtype is None else torch.float32)
             for _, block in decoder_blocks(model):
@@ -92,10 +138,8 @@ def load_model(
         model.tie_weights()  # type: ignore[operator]  # to_empty has parted them
         _fill(model, directory, regions, progress)
         directory.check_unchanged()
-    with together(comm):
         compute_buffers(model)
-        model.eval()
-    return model
+    return model.eval()
 
 
 def _fill(model: nn.Module, directory: HfDirectory, regions: Regions, progress: Progress) -> None:

@@ -9,20 +9,80 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from distprune.checkpoint.disk import sync_file
 from distprune.checkpoint.hf_directory import HfDirectory, WeightFile
+from distprune.checkpoint.hub import resolve_model
+from distprune.checkpoint.optional_packages import import_extra
+from distprune.checkpoint.output_directory import writing
 from distprune.checkpoint.output_files import allocate_directory, planned
 from distprune.checkpoint.sharded_file import chunks_of, write_chunk
+from distprune.checkpoint.shared_reading import open_together
 from distprune.checkpoint.source_tensors import SourceTensor, output_of
 from distprune.checkpoint.stored_slices import Progress, fill_shards
 from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import Group, communicator
 from distprune.collectives.slow import work_together
+from distprune.models.find_shards import check_model
 from distprune.shards.layouts import local_shard
 from distprune.shards.local_shard import LocalShard
+
+
+def save(
+    model: nn.Module,
+    directory: str | Path,
+    tokenizer: Any = None,
+    *,
+    source: str | Path | None = None,
+    layers: Sequence[int] | None = None,
+    overwrite: bool = False,
+    group: Group = None,
+) -> None:
+    """Write ``model`` to a Hugging Face ``directory``, from whatever shards it is in; ``from_pretrained`` reads it.
+
+    >>> model = load(folder / "model")
+    >>> report = prune_model(model, 0.5)
+    >>> save(model, folder / "half")
+
+    Args:
+        model: plain, FSDP2, HSDP or tensor parallel, pruned in place; of :func:`load`, or of ``from_pretrained``.
+        directory: must not exist, or be empty; all ranks must see it.
+        tokenizer: of transformers, written beside the model. Default: that of ``source``.
+        source: the directory, or the hub's id, whose config, tokenizer and division into files the output has.
+            Default: where ``model`` was loaded from.
+        layers: which decoder layers of the source are left, as ``Shrunk.layers`` says. Default: all.
+        overwrite: replace the model in ``directory``.
+        group: the ranks that hold parts of the model.
+
+    Every rank writes its own elements; nothing is gathered. It is written beside ``directory`` and renamed when all is
+    on the disk. Every rank of ``group`` must call it, with equal arguments. Rounds: two of 64 bytes, and those of
+    ``resolve_model``, ``open_together``, ``writing`` and ``save_model``.
+
+    Raises:
+        ImportError: on every rank: the extra ``hf`` is not installed.
+        FileExistsError, OSError: on every rank: ``directory`` is not empty, or cannot be written.
+        ValueError: on every rank: the source is not known, or holds other tensors than ``model``, such as those of a
+            model whose masks are not removed; ``directory`` is the source.
+    """
+    comm = communicator(group)
+    with together(comm):
+        import_extra("transformers", "hf")
+        check_model(model)
+        known = source or getattr(getattr(model, "config", None), "name_or_path", None)
+        if not known:
+            raise ValueError(f"where this {type(model).__name__} was loaded from is not known: say source='DIRECTORY'")
+        if masked := [name for name, _ in model.named_parameters() if name.endswith("_orig")]:
+            raise ValueError(f"{masked[0]!r} has a mask beside it: make zeros of the masks first, by prune.remove")
+    path = resolve_model(str(known), group=comm)
+    read = open_together(comm, path)
+    with writing(directory, comm, overwrite=overwrite, inputs=[path]) as staging:
+        save_model(model, read, staging, layers=layers, group=comm)
+        with together(comm):
+            if tokenizer is not None and comm.rank == 0:
+                tokenizer.save_pretrained(staging)
 
 
 def save_model(

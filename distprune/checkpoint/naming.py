@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -61,7 +60,7 @@ def model_regions(model: Any, shapes: Mapping[str, Sequence[int]], path: Path) -
         for name, placed in made.items():
             for region in placed.regions:
                 if name in state:
-                    found.setdefault(region.stored, []).append(dataclasses.replace(region, name=name))
+                    found.setdefault(region.stored, []).append(region._replace(name=name))
                 else:
                     unexpected.append((name, region.stored))
     ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]

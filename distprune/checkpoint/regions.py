@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -24,8 +24,7 @@ from distprune.shards.pieces import within
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Region:
+class Region(NamedTuple):
     """A box of the stored tensor ``stored`` that is a box of the model's tensor ``name``.
 
     ``bounds``: (start, stop) along each dim of ``name``. ``dims``: along each dim of ``stored``, which dim of ``name``
@@ -55,7 +54,7 @@ class Region:
 
     def from_zero(self, name: str) -> Region:
         """Return the region as all of a tensor ``name`` of its size."""
-        return dataclasses.replace(self, name=name, bounds=tuple((0, stop - start) for start, stop in self.bounds))
+        return self._replace(name=name, bounds=tuple((0, stop - start) for start, stop in self.bounds))
 
     def inside(self, geometry: Geometry, stored_shape: Sequence[int]) -> tuple[list[slice], Geometry]:
         """Return which local indices of ``geometry``, of the model's tensor, are in the box, and what they are of the

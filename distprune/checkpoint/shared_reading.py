@@ -44,5 +44,6 @@ def sample_together(comm: Communicator, directory: HfDirectory) -> str:
                     handle.seek(last * place // (_NUM_SAMPLES - 1))
                     digest.update(handle.read(_SAMPLE_BYTES))
         sample = str(digest.hexdigest())
-    agree(comm, {"weights (256 KiB of each file)": sample})
+        facts = {"model files": directory.fingerprint(), "weights (256 KiB of each file)": sample}
+    agree(comm, facts)
     return sample

@@ -20,10 +20,9 @@ from distprune.calibration.data import token_digest
 from distprune.checkpoint.digest import file_digest
 from distprune.checkpoint.disk import write_whole
 from distprune.checkpoint.hf_directory import HfDirectory
-from distprune.checkpoint.hf_load import load_model
+from distprune.checkpoint.hf_load import load_model, mesh_of
 from distprune.checkpoint.hf_save import save_model
 from distprune.checkpoint.hub import resolve_model
-from distprune.checkpoint.load_save import mesh_of
 from distprune.checkpoint.output_lock import locking
 from distprune.checkpoint.pretrained import load_tokenizer
 from distprune.checkpoint.replaceable import check_output

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from distprune.calibration.own_words import TOP_K, own_words, texts_of
-from distprune.checkpoint.hf_load import load_model
+from distprune.checkpoint.hf_load import load_model, mesh_of
 from distprune.checkpoint.hub import name_of_model, resolve_model
-from distprune.checkpoint.load_save import mesh_of
 from distprune.checkpoint.new_file import check_file, writing_file
 from distprune.checkpoint.pretrained import load_tokenizer
 from distprune.checkpoint.shared_reading import open_together
