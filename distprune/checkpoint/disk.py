@@ -32,15 +32,6 @@ def whole_name(name: str) -> str | None:
     return found and found[1]
 
 
-def make_file(path: Path) -> None:
-    """Make the empty file ``path``, where nothing may be, not even a link. Local.
-
-    Raises:
-        OSError: it cannot be made.
-    """
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-
-
 def put_in_place(partial: Path, path: Path, *, overwrite: bool) -> None:
     """Rename the file ``partial`` to ``path``, in one step, and over a file that is there only to ``overwrite``. Local.
 
@@ -69,7 +60,7 @@ def write_whole(path: Path, content: bytes, *, sync: bool = True) -> None:
         OSError: the disk is full or not writable.
     """
     beside = partial_of(path)
-    make_file(beside)
+    beside.touch(exist_ok=False)  # where nothing may be, not even a link
     try:
         beside.write_bytes(content)
         if sync:

@@ -201,10 +201,7 @@ def _read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     is_map = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
     if not weight_map or not is_map or not isinstance(metadata, dict):
         raise ValueError(f"{path} is corrupt: it is no index of weight files")
-    first_of: dict[str, str] = {}
     for tensor, name in weight_map.items():
-        first_of.setdefault(name, tensor)
-    for name, tensor in first_of.items():
         # A name, not a path: an index from elsewhere must not make us read, or write beside, other files.
         if Path(name).name != name or name in ("", ".", ".."):
             raise ValueError(f"{path} puts tensor {tensor!r} into {name!r}, which lies outside the model directory")

@@ -19,10 +19,10 @@ from distprune.checkpoint.hub import resolve_model
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.output_directory import writing
 from distprune.checkpoint.output_files import allocate_directory, planned
-from distprune.checkpoint.sharded_file import chunks_of, write_chunk
+from distprune.checkpoint.sharded_file import write_shards
 from distprune.checkpoint.shared_reading import open_together
 from distprune.checkpoint.source_tensors import SourceTensor, output_of
-from distprune.checkpoint.stored_slices import Progress, fill_shards
+from distprune.checkpoint.stored_slices import Progress, Stored, fill_shards
 from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import Group, communicator
 from distprune.collectives.slow import work_together
@@ -137,21 +137,22 @@ class ModelWriter:
         self.comm = communicator(group)
         self._source, self._target = source, target
         with together(self.comm):
-            state = model.state_dict(keep_vars=True)
             self._output = output_of(model, source, layers)
-            tensors = self._output.tensors
-            shards = {name: local_shard(name, tensor) for name, tensor in state.items()}
-            self._parts = {tensor.name: _parts_of(tensor, shards) for tensor in tensors.values()}
-            # Of each tensor, for each of its parts, the module that has it and those around that one.
-            self._modules = {
-                tensor.name: [{*itertools.accumulate(of.name.split("."), "{}.{}".format)} for of in tensor.regions]
-                for tensor in tensors.values()
-            }
+            shards = {name: local_shard(name, tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
             self._files: list[tuple[WeightFile, WeightFile]] = []  # (read, written)
+            # This rank's parts, where they are written, and the modules that each is in.
+            self._parts: list[tuple[Stored, set[str]]] = []
             for file in source.weight_files:
-                first_parts = [self._parts[tensors[e.name].name][0] for e in file.tensors if e.name in tensors]
-                if first_parts:  # else all its layers were removed
-                    self._files.append((file, planned(target / file.path.name, first_parts)))
+                tensors = [self._output.tensors[e.name] for e in file.tensors if e.name in self._output.tensors]
+                if not tensors:  # all its layers were removed
+                    continue
+                parts = [_parts_of(tensor, shards) for tensor in tensors]
+                written = planned(target / file.path.name, [of_tensor[0] for of_tensor in parts])
+                self._files.append((file, written))
+                for tensor, of_tensor, entry in zip(tensors, parts, written.tensors, strict=True):
+                    for region, part in zip(tensor.regions, of_tensor, strict=True):
+                        modules = {*itertools.accumulate(region.name.split("."), "{}.{}".format)}
+                        self._parts.append(((part, written, entry), modules))
             self._unsynced: set[Path] = set()  # files that this rank has written to
             dtypes = [str(entry.dtype) for _, file in self._files for entry in file.tensors]
             facts = {"source": source.fingerprint(), "target": str(target), "dtypes": dtypes, "layers": layers}
@@ -176,20 +177,13 @@ class ModelWriter:
         Those inside the modules ``written`` are left out. The system writes them to the disk when it likes, or by
         :meth:`sync`.
         """
-        own = {name: self._owned(parts) for name, parts in self._chosen(prefixes, written).items()}
-        num_done, num_total = 0, sum(part.local.nbytes for parts in own.values() for part in parts)
-        for _, file in self._files:
-            mine = [entry for entry in file.tensors if own.get(entry.name)]
-            if not mine:
-                continue
-            self._unsynced.add(file.path)
-            with file.path.open("r+b", buffering=0) as handle:
-                for entry in mine:
-                    for values, stretches in itertools.chain.from_iterable(map(chunks_of, own[entry.name])):
-                        write_chunk(handle.fileno(), entry, values, stretches)
-                        num_done += values.nbytes
-                        if progress is not None:
-                            progress(num_done, num_total)
+        # A plain tensor is on every rank; the first one writes it.
+        rank, first = self.comm.global_rank(self.comm.rank), self.comm.global_rank(0)
+        chosen = self._chosen(prefixes, written)
+        settled = [(part.owned_by(rank, first, self.comm.size), file, entry) for part, file, entry in chosen]
+        own = [work for work in settled if work[0].owned and work[0].local.numel()]
+        self._unsynced.update(file.path for _, file, _ in own)
+        write_shards(own, progress)
 
     def sync(self) -> None:
         """Wait until what this rank has written is on the disk. Local."""
@@ -199,24 +193,15 @@ class ModelWriter:
 
     def read(self, prefixes: Sequence[str]) -> None:
         """Read this rank's part of the tensors inside the modules ``prefixes`` back into the model. Local."""
-        chosen = self._chosen(prefixes)
-        work = [(part, file, e) for _, file in self._files for e in file.tensors for part in chosen.get(e.name, ())]
-        fill_shards(work)
+        fill_shards(self._chosen(prefixes))
 
-    def _chosen(self, prefixes: Collection[str] | None, without: Collection[str] = ()) -> dict[str, list[LocalShard]]:
-        """Return this rank's parts, by stored name, of what is inside ``prefixes`` and not inside ``without``."""
-        found: dict[str, list[LocalShard]] = {}
-        for stored, parts in self._parts.items():
-            for part, modules in zip(parts, self._modules[stored], strict=True):
-                if (prefixes is None or not modules.isdisjoint(prefixes)) and modules.isdisjoint(without):
-                    found.setdefault(stored, []).append(part)
-        return found
-
-    def _owned(self, parts: Sequence[LocalShard]) -> list[LocalShard]:
-        """Return those of ``parts`` that this rank writes. A plain tensor is on every rank; the first one writes it."""
-        rank, first = self.comm.global_rank(self.comm.rank), self.comm.global_rank(0)
-        settled = [part.owned_by(rank, first, self.comm.size) for part in parts]
-        return [part for part in settled if part.owned and part.local.numel()]
+    def _chosen(self, prefixes: Collection[str] | None, without: Collection[str] = ()) -> list[Stored]:
+        """Return this rank's parts inside the modules ``prefixes`` and not inside ``without``."""
+        return [
+            work
+            for work, modules in self._parts
+            if (prefixes is None or not modules.isdisjoint(prefixes)) and modules.isdisjoint(without)
+        ]
 
 
 def _parts_of(tensor: SourceTensor, shards: Mapping[str, LocalShard]) -> list[LocalShard]:

@@ -43,14 +43,14 @@ def resolve_model(name: str, group: Group = None, *, log: Log = None) -> Path:
         ImportError: on every rank: the extra ``hf`` is not installed.
     """
     comm = communicator(group)
-    path, hub = Path(name), _HUB_ID.fullmatch(name)
-    is_directory, exists = os.path.isdir(path), os.path.exists(path)  # neither raises: a folder may be closed to us
-    with together(comm, model=name, is_directory=is_directory, exists=exists):
-        if not path.exists() and hub is None:
+    hub = _HUB_ID.fullmatch(name)
+    exists = os.path.exists(name)  # does not raise: a folder may be closed to us
+    with together(comm, model=name, exists=exists):
+        if not exists and hub is None:
             raise FileNotFoundError(
                 f"there is no model directory {name!r}; a model of the hub is called org/name or org/name@revision"
             )
-    return path if hub is None or exists else _from_hub(comm, hub["id"], hub["revision"], log)
+    return Path(name) if hub is None or exists else _from_hub(comm, hub["id"], hub["revision"], log)
 
 
 def name_of_model(path: Path) -> str:
@@ -63,9 +63,7 @@ def name_of_model(path: Path) -> str:
 
 def _from_hub(comm: Communicator, hub_id: str, revision: str | None, log: Log) -> Path:
     with together(comm):
-        hub, constants, errors = (
-            import_extra(f"huggingface_hub{part}", "hf") for part in ("", ".constants", ".errors")
-        )
+        hub, constants = (import_extra(f"huggingface_hub{part}", "hf") for part in ("", ".constants"))
         is_offline, host = constants.HF_HUB_OFFLINE, socket.gethostname()
         find = partial(hub.snapshot_download, hub_id, revision=revision, ignore_patterns=_NOT_FETCHED)
     agree(comm, {"HF_HUB_OFFLINE": is_offline})
@@ -86,7 +84,7 @@ def _from_hub(comm: Communicator, hub_id: str, revision: str | None, log: Log) -
     with together(comm):
         try:
             return Path(find(allow_patterns=_NEEDED, local_files_only=True))
-        except errors.LocalEntryNotFoundError as error:
+        except FileNotFoundError as error:
             wanted = hub_id if revision is None else f"{hub_id} --revision {revision}"
             raise FileNotFoundError(
                 f"there is no directory {hub_id!r}, and the hub's cache {constants.HF_HUB_CACHE} does not hold all "

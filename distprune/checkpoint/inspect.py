@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from distprune.shards.layouts import local_shard
 from distprune.totals import Totals
 
 PATTERNS = ((1, 4), (2, 4), (4, 8))
-_LONGEST_GROUP = 8  # a multiple of the others
 
 
 @dataclass(frozen=True)
@@ -96,17 +96,12 @@ def inspect_directory(path: str | Path, *, progress: Progress = None) -> Inspect
     """
     directory = open_directory(path)
     prunable = _prunable(directory)
-    inputs_of = prunable or {}
     work = [
         (local_shard(entry.name, torch.empty(entry.shape, dtype=entry.dtype, device="meta")), file, entry)
         for file, entry in directory.tensors.values()
     ]
-    reports = [
-        _inspect_tensor(entry, inputs_of.get(entry.name, range(1, 2) if len(entry.shape) == 2 else range(0)), slices)
-        for _, entry, slices in stored_slices(work, progress)
-    ]
-    known = [replace(of, is_prunable=None if prunable is None else of.name in prunable) for of in reports]
-    return InspectReport(str(directory.path), tuple(known))
+    reports = (_inspect_tensor(entry, slices, prunable) for _, entry, slices in stored_slices(work, progress))
+    return InspectReport(str(directory.path), tuple(reports))
 
 
 def _prunable(directory: HfDirectory) -> dict[str, range] | None:
@@ -132,28 +127,18 @@ def _prunable(directory: HfDirectory) -> dict[str, range] | None:
     return inputs_of
 
 
-def _inspect_tensor(entry: TensorEntry, inputs: range, slices: Slices) -> TensorReport:
-    """Return what ``slices`` hold. ``inputs``: the dims of inputs, the last ones, or those before one of outputs."""
+def _inspect_tensor(entry: TensorEntry, slices: Slices, prunable: Mapping[str, range] | None) -> TensorReport:
+    """Return what ``slices`` hold. ``prunable``: of tensors the dims of inputs, the last, or those before the last."""
+    inputs = (prunable or {}).get(entry.name, range(1, 2) if len(entry.shape) == 2 else range(0))
     num_zeros, num_elements, num_in = 0, math.prod(entry.shape), math.prod(entry.shape[dim] for dim in inputs)
     possible = [(n, m) for n, m in PATTERNS if num_elements and num_in % m == 0]
     is_transposed = 0 < inputs.stop < len(entry.shape)
-    waiting = torch.empty(0, *entry.shape[1:], dtype=torch.bool, device="cpu")
-    for _, values in slices:
+    for _, values in slices:  # which cut no group: see ROWS_TOGETHER
         is_zero = values == 0
         num_zeros += int(torch.count_nonzero(is_zero))
-        if is_transposed and inputs.start == 0:  # a group may go on in the next slice
-            is_zero = torch.cat([waiting, is_zero])
-            num_whole = len(is_zero) - len(is_zero) % _LONGEST_GROUP
-            waiting, is_zero = is_zero[num_whole:], is_zero[:num_whole]
-        possible = _that_hold(possible, is_zero, is_transposed)
-    possible = _that_hold(possible, waiting, is_transposed)
+        along = (is_zero.transpose(-1, -2) if is_transposed else is_zero).reshape(-1)
+        possible = [(n, m) for n, m in possible if bool((along.view(-1, m).sum(dim=1) >= m - n).all())]
     patterns = tuple(f"{n}:{m}" for n, m in possible) if num_zeros < num_elements else ()
     dtype = str(entry.dtype).removeprefix("torch.")
-    return TensorReport(entry.name, entry.shape, dtype, num_elements, num_zeros, patterns)
-
-
-def _that_hold(patterns: list[tuple[int, int]], is_zero: torch.Tensor, is_transposed: bool) -> list[tuple[int, int]]:
-    if not patterns or not is_zero.numel():
-        return patterns
-    along = is_zero.transpose(-1, -2) if is_transposed else is_zero
-    return [(n, m) for n, m in patterns if bool((along.reshape(-1, m).sum(dim=1) >= m - n).all())]
+    is_prunable = None if prunable is None else entry.name in prunable
+    return TensorReport(entry.name, entry.shape, dtype, num_elements, num_zeros, patterns, is_prunable)

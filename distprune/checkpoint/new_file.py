@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from distprune.checkpoint.disk import make_file, put_in_place, sync_file
+from distprune.checkpoint.disk import put_in_place, sync_file
 from distprune.checkpoint.output_directory import ending_together, make_staging
 from distprune.checkpoint.output_lock import locking
 from distprune.checkpoint.replaceable import Inputs, holds_model, lies_in
@@ -86,7 +86,7 @@ def writing_file(
 
     def make(staging: Path) -> None:
         check()  # now that it is locked
-        make_file(staging)
+        staging.touch(exist_ok=False)  # where nothing may be, not even a link
 
     with together(comm, output=str(target), overwrite=overwrite):
         path = check()

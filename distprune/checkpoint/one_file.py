@@ -12,7 +12,7 @@ from distprune.checkpoint.disk import sync_file
 from distprune.checkpoint.hf_directory import WeightFile
 from distprune.checkpoint.new_file import writing_file
 from distprune.checkpoint.output_files import header_of, planned
-from distprune.checkpoint.sharded_file import chunks_of, write_chunk
+from distprune.checkpoint.sharded_file import write_shards
 from distprune.checkpoint.stored_slices import fill_shards
 from distprune.collectives.agree import together
 from distprune.collectives.base import Communicator
@@ -33,7 +33,7 @@ def write_together(
     """Write tensors of ``shapes`` to the file ``target``, of which ``parts`` are what this rank has to write.
 
     Its bytes do not depend on the layout. Every rank must call it, and see ``target``. Rounds: those of
-    :func:`writing_file`, 2 of 64 bytes, and those of :func:`work_together`.
+    :func:`writing_file`, one of 64 bytes, and those of :func:`work_together`.
 
     Raises:
         OSError, ValueError: on every rank, nothing changed: as :func:`writing_file`.
@@ -46,18 +46,14 @@ def write_together(
             ]
             file = planned(staging, whole)
             places = {entry.name: entry for entry in file.tensors}
-
-        def write() -> None:
-            with staging.open("r+b", buffering=0) as handle:
-                for part in parts:
-                    for values, stretches in chunks_of(part):
-                        write_chunk(handle.fileno(), places[part.name], values, stretches)
-            sync_file(staging)
-
-        with together(comm):
             if comm.rank == 0:
                 staging.write_bytes(header_of(file.tensors))
                 os.truncate(staging, file.tensors[-1].stop)
+
+        def write() -> None:
+            write_shards([(part, file, places[part.name]) for part in parts])
+            sync_file(staging)
+
         work_together(comm, write)
 
 

@@ -81,24 +81,21 @@ def _tidy_quietly(path: Path) -> None:
 
 
 def _tidy(path: Path) -> None:
-    pattern = re.compile(rf"\.{re.escape(path.name)}\.(partial|replaced)-[0-9a-f]{{8}}")
-    for left in sorted(path.parent.iterdir()):
-        match = pattern.fullmatch(left.name)
-        if match and match[1] == "replaced" and not path.is_file():
-            if path.exists() and any(path.iterdir()):
-                remove_tree(left)
-            else:
-                left.rename(path)
-        elif match and match[1] == "partial" and left.is_dir():
+    for left in path.parent.iterdir():
+        match = re.fullmatch(rf"\.{re.escape(path.name)}\.(partial|replaced)-[0-9a-f]{{8}}", left.name)
+        if match and match[1] == "replaced" and not (path.is_file() or (path.exists() and any(path.iterdir()))):
+            left.rename(path)
+        elif match and (match[1] == "partial" or path.is_dir()):
             remove_tree(left)
-        elif match and match[1] == "partial":
-            with suppress(OSError):
-                left.unlink()
 
 
-def remove_tree(folder: Path) -> None:
-    """Remove a directory that a job has made or replaced, and all in it, as far as that goes; no link is followed."""
-    shutil.rmtree(folder, ignore_errors=True)
+def remove_tree(path: Path) -> None:
+    """Remove what a job has made or replaced, and all in it, as far as that goes; no link is followed."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
 def remove_files(folder: Path) -> None:

@@ -68,9 +68,7 @@ def check_output(target: str | Path, *, overwrite: bool = False, inputs: Inputs 
 
 def lies_in(path: Path, given: str | Path) -> bool:
     """Return whether ``path`` is what was ``given`` to be read, or lies in it. Local."""
-    return any(
-        _same(path, of) or (of.is_dir() and any(_same(of, parent) for parent in path.parents)) for of in _places(given)
-    )
+    return any(_holds(place, path) for place in _places(given))
 
 
 def holds_model(folder: Path) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from distprune.checkpoint.hf_directory import TensorEntry
-from distprune.checkpoint.mapped_file import mapped_file_at
+from distprune.checkpoint.stored_slices import Progress, Stored
 from distprune.shards.geometry import Geometry
 from distprune.shards.local_shard import LocalShard, bytes_of, flat_chunk
 from distprune.shards.staged import fetch_in_turn
@@ -25,6 +25,19 @@ Stretch: TypeAlias = tuple[int, int, int]  # flat index in the whole tensor; sta
 
 _WRITE_BYTES = 8 << 20  # written at a time
 _SCATTERED_ELEMENTS = 1 << 18  # placed at a time where they do not lie side by side
+
+
+def write_shards(work: Sequence[Stored], progress: Progress = None) -> None:
+    """Write every shard of ``work``, by files, to its places. Local; raises as :func:`write_chunk`."""
+    num_done, num_total = 0, sum(shard.local.nbytes for shard, _, _ in work)
+    for path, of_file in itertools.groupby(work, key=lambda stored: stored[1].path):
+        with path.open("r+b", buffering=0) as handle:
+            for shard, _, entry in of_file:
+                for values, stretches in chunks_of(shard):
+                    write_chunk(handle.fileno(), entry, values, stretches)
+                    num_done += values.nbytes
+                    if progress is not None:
+                        progress(num_done, num_total)
 
 
 def chunks_of(shard: LocalShard) -> Iterator[tuple[torch.Tensor, list[Stretch]]]:
@@ -76,3 +89,17 @@ def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
+
+
+def mapped_file_at(address: int) -> str:
+    """Return the path of the file that this process has mapped to where ``address`` is, or ``""``. Linux; local."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            for line in maps:
+                bounds, *others = line.split(maxsplit=5)
+                start, stop = (int(bound, 16) for bound in bounds.split("-"))
+                if start <= address < stop:
+                    return others[4].strip() if len(others) == 5 else ""
+    except OSError:  # another system
+        pass
+    return ""

@@ -16,6 +16,7 @@ from distprune.shards.local_shard import LocalShard, cut
 from distprune.shards.staged import send_in_turn
 
 _AHEAD_BYTES = 1 << 20  # read ahead at a time: of more Linux reads as much as a disk likes to, and forgets the rest
+ROWS_TOGETHER = 8  # of a matrix: it is cut at multiples of so many
 _COPY_BYTES = 8 << 20  # read at a time; what is mapped from the file is not counted as ours
 
 Stored: TypeAlias = tuple[LocalShard, WeightFile, TensorEntry]  # a shard, and where its tensor is stored
@@ -68,6 +69,8 @@ def _parts(shard: LocalShard, entry: TensorEntry, file: Any) -> Slices:
         yield shard.local, stored
         return
     step = max(1, _COPY_BYTES // (shard.local[0].numel() * entry.dtype.itemsize))
+    if stored.ndim == 2:
+        step = -(-step // ROWS_TOGETHER) * ROWS_TOGETHER
     local_start = 0
     for run_start, run_stop in shard.geometry.dim_runs[0]:
         for start in range(run_start, run_stop, step):
