@@ -89,12 +89,7 @@ def perplexity(
         else:
             line = as_line(samples)
     (found,) = perplexities(
-        model,
-        [line],
-        sequence_length=sequence_length,
-        group=comm,
-        progress=progress,
-        batch_tokens=batch_tokens,
+        model, [line], sequence_length=sequence_length, group=comm, progress=progress, batch_tokens=batch_tokens
     )
     return found
 
@@ -116,9 +111,7 @@ def perplexities(
         for ids in texts:
             num_windows.append(ids.numel() // max(sequence_length, 1))
             if sequence_length < 2 or num_windows[-1] == 0:
-                raise ValueError(
-                    f"{ids.numel()} tokens make no window of {sequence_length=}; it takes two tokens or more"
-                )
+                raise ValueError(f"{ids.numel()} tokens make no window of {sequence_length=}, two tokens at least")
             windows = ids[: num_windows[-1] * sequence_length].view(-1, sequence_length)
             check_fit(windows, model)
             asked += [Continuation(window[:-1], window[1:]) for window in windows]

@@ -47,12 +47,7 @@ def broadcast_tensor(comm: Communicator, values: torch.Tensor, source: int) -> t
 
 
 def exchange(
-    comm: Communicator,
-    group: dist.ProcessGroup,
-    local: torch.Tensor,
-    whole_dim: int,
-    sizes: list[int],
-    cut_dim: int,
+    comm: Communicator, group: dist.ProcessGroup, local: torch.Tensor, whole_dim: int, sizes: list[int], cut_dim: int
 ) -> torch.Tensor:
     """Return the local part with ``whole_dim`` put together and ``cut_dim`` cut instead, both over ``group``.
 

@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
 
 import torch
 from torch import nn
@@ -95,31 +94,36 @@ def find_shards(
     """
     check_model(model)
     include, exclude = _listed(include), _listed(exclude)
-    patterns = [*include, *exclude]
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    flat_parts = find_flat_parts(model)
-    bare = bare_model(model)
+    bare, flat_parts = bare_model(model), find_flat_parts(model)
     names: dict[_Held, list[str]] = {}
     holders: dict[_Held, list[Key]] = {}
     parts: dict[nn.Module, dict[str, _Held]] = {}
     for prefix, module in bare.named_modules(remove_duplicate=False):
-        if module not in parts:
-            parts[module] = _held_by(module, flat_parts)
-            for name, held in parts[module].items():
-                holders.setdefault(held, []).append((module, name))
-        for name, held in parts[module].items():
+        is_new = module not in parts
+        held_by = parts.setdefault(module, _held_by(module, flat_parts) if is_new else {})
+        for name, held in held_by.items():
             full_name = _clean(f"{prefix}.{name}" if prefix else name)
             if not isinstance(held, LocalShard) and is_lazy(held):
                 raise ValueError(f"{full_name!r} of a {type(module).__name__} has no shape yet: run a forward first")
             names.setdefault(held, []).append(full_name)
+            if is_new:
+                holders.setdefault(held, []).append((module, name))
     shapes = {module: {name: held.shape for name, held in of_module.items()} for module, of_module in parts.items()}
-    shapes_of = partial(_shapes_of, shapes)
+
+    def shapes_of(module: nn.Module) -> Shapes:
+        return shapes.get(module, {})
 
     def weights_in(root: nn.Module, reasons: Mapping[Key, str]) -> set[_Held]:
         inside = [(module, *part) for module in root.modules() for part in parts.get(module, {}).items()]
         return {held for module, name, held in inside if len(held.shape) > 1 and (module, name) not in reasons}
+
+    def matched_by(pattern: NamePattern) -> set[_Held]:
+        if isinstance(pattern, nn.Module):
+            return weights_in(pattern, left_out(pattern, shapes_of, {}, is_block=False, is_named=True))
+        return {held for held, aliases in names.items() if any(fnmatchcase(a, pattern) for a in aliases)}
 
     blocks, computed = [] if include else _blocks(bare), parametrized(bare)
     reasons: dict[Key, str] = {}
@@ -127,39 +131,27 @@ def find_shards(
     for root in () if include else blocks or [bare]:
         reasons |= left_out(root, shapes_of, computed, is_block=bool(blocks))
         by_default |= weights_in(root, reasons)
-    weights_inside = [
-        weights_in(p, left_out(p, shapes_of, {}, is_block=False, is_named=True)) if isinstance(p, nn.Module) else set()
-        for p in patterns
-    ]
-    num_matches = [0] * len(patterns)
+    matches = [matched_by(pattern) for pattern in (*include, *exclude)]
+    wanted = set[_Held]().union(*matches[: len(include)]) if include else by_default
+    wanted = wanted.difference(*matches[len(include) :])
     shards = []
-    for held, aliases in names.items():
-        hits = [
-            held in inside if isinstance(pattern, nn.Module) else any(fnmatchcase(a, pattern) for a in aliases)
-            for pattern, inside in zip(patterns, weights_inside, strict=True)
-        ]
-        num_matches = [count + hit for count, hit in zip(num_matches, hits, strict=True)]
-        wanted = any(hits[: len(include)]) if include else held in by_default
-        if wanted and not any(hits[len(include) :]) and (isinstance(held, LocalShard) or is_held(held)):
-            name, (module, attribute) = aliases[0], holders[held][0]
-            if (module, attribute) in computed:
-                dtype = held.local.dtype if isinstance(held, LocalShard) else held.dtype
-                check_keeps_zeros(computed[module, attribute], name, tuple(held.shape), dtype)
+    for held, (name, *_) in names.items():
+        if held in wanted and (isinstance(held, LocalShard) or is_held(held)):
             shard = held if isinstance(held, LocalShard) else local_shard(name, held)
+            module, attribute = holders[held][0]
+            if (module, attribute) in computed:
+                check_keeps_zeros(computed[module, attribute], name, tuple(held.shape), shard.local.dtype)
             is_tied = len(holders[held]) > 1
             shards.append(shard.having(name=name, module=module, attribute=attribute, is_tied=is_tied))
+    left = {held: reasons[holders[held][0]] for held in names if holders[held][0] in reasons and held not in by_default}
     return Found(
         shards,
-        list(zip(patterns, num_matches, strict=True)),
+        [(pattern, len(matched)) for pattern, matched in zip((*include, *exclude), matches, strict=True)],
         not include,
         bool(blocks),
         sum(math.prod(held.shape) for held in names),
         {alias: aliases[0] for aliases in names.values() for alias in aliases},
-        {
-            aliases[0]: reasons[holders[held][0]]
-            for held, aliases in names.items()
-            if holders[held][0] in reasons and held not in by_default
-        },
+        {names[held][0]: reason for held, reason in left.items()},
     )
 
 
@@ -201,10 +193,6 @@ def _listed(patterns: NamePattern | Sequence[NamePattern]) -> list[NamePattern]:
                 f"{type(pattern).__name__}"
             )
     return listed
-
-
-def _shapes_of(shapes: Mapping[nn.Module, Shapes], module: nn.Module) -> Shapes:
-    return shapes.get(module, {})
 
 
 def _held_by(module: nn.Module, flat_parts: dict[int, dict[str, LocalShard]]) -> dict[str, _Held]:

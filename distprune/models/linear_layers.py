@@ -88,20 +88,16 @@ def linear_layers(block: nn.Module) -> dict[str, LinearLayer]:
 
 def dense_weights(block: nn.Module) -> dict[str, str]:
     """Return why the other weights (two dims or more) of ``block`` stay dense, by the parameter's name. Local."""
-    linears, dense, routers = _matrices(block), _dense_layers(block), find_routers(block)[0]
-    found = {linear.parameter_path: dense.get(name, "") for name, linear in linears.items()}
-    computed = parametrized(block)
+    dense, routers, computed = _dense_layers(block), find_routers(block)[0], parametrized(block)
+    found = {linear.parameter_path: dense.get(name, "") for name, linear in _matrices(block).items()}
     for module_name, module in block.named_modules():
-        for name, parameter in module.named_parameters(prefix=module_name, recurse=False):
-            if parameter.ndim > 1 and name not in found:
-                of_module = name.removeprefix(f"{module_name}.")
-                found[name] = (
-                    "a router"
-                    if module in routers
-                    else "under a parametrization"
-                    if (module, of_module) in computed
-                    else _reason(module, name, parameter)
-                )
+        for own_name, parameter in module.named_parameters(recurse=False):
+            name = f"{module_name}.{own_name}" if module_name else own_name
+            if parameter.ndim < 2 or name in found:
+                continue
+            found[name] = "a router" if module in routers else _reason(module, name, parameter)
+            if (module, own_name) in computed and module not in routers:
+                found[name] = "under a parametrization"
     return {name: reason for name, reason in found.items() if reason}
 
 
@@ -119,12 +115,15 @@ def _reason(module: nn.Module, name: str, parameter: nn.Parameter) -> str:
 
 
 def _dense_layers(block: nn.Module) -> dict[str, str]:
-    linears, routers = _matrices(block), find_routers(block)[0]
-    found = {name: "a router" for name, linear in linears.items() if linear.module in routers}
-    one_output = find_gates(block)
-    gates = [name for name, linear in linears.items() if linear.module in one_output]
-    adapters = [name for name in linears if is_adapter(name)]
-    return found | dict.fromkeys(gates, "a gate: it has one output") | dict.fromkeys(adapters, "an adapter")
+    routers, gates, found = find_routers(block)[0], find_gates(block), dict[str, str]()
+    for name, linear in _matrices(block).items():
+        if linear.module in routers:
+            found[name] = "a router"
+        if linear.module in gates:
+            found[name] = "a gate: it has one output"
+        if is_adapter(name):
+            found[name] = "an adapter"
+    return found
 
 
 def _matrices(block: nn.Module, shapes_of: ShapesOf = own_shapes) -> dict[str, LinearLayer]:
