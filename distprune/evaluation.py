@@ -111,7 +111,9 @@ def perplexities(
         for ids in texts:
             num_windows.append(ids.numel() // max(sequence_length, 1))
             if sequence_length < 2 or num_windows[-1] == 0:
-                raise ValueError(f"{ids.numel()} tokens make no window of {sequence_length=}, two tokens at least")
+                raise ValueError(
+                    f"{ids.numel()} tokens make no window of {sequence_length=}; it takes two tokens or more"
+                )
             windows = ids[: num_windows[-1] * sequence_length].view(-1, sequence_length)
             check_fit(windows, model)
             asked += [Continuation(window[:-1], window[1:]) for window in windows]
