@@ -78,6 +78,11 @@ class LocalUnits:
         numbers = (self.local.rows[rows, None] - low) * num_in + self.local.columns[self.cut]
         return numbers.reshape(-1), self.local.offsets(rows, self.cut).reshape(-1)
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether all elements are in whole units, which follow each other in memory."""
+        return self.local.num_local_out is None and self.num_cut == 0 and len(self.whole) == len(self.local.columns)
+
     def chunks(self, device: torch.device) -> Iterator[slice | torch.Tensor]:
         """Yield the local offsets of whole units, some rows at a time."""
         num, width = len(self.local.rows), len(self.whole)

@@ -8,6 +8,7 @@ from typing import final
 import torch
 from typing_extensions import override
 
+from distprune.kernels.within import MOST_IN_GROUP
 from distprune.patterns.base import Pattern
 from distprune.patterns.unstructured import Unstructured
 from distprune.patterns.within_rows import WithinRows
@@ -59,6 +60,10 @@ class NByM(WithinRows):
     @override
     def regrowth(self, share: float) -> tuple[Pattern, Pattern]:
         return Unstructured(share, "tensor"), self
+
+    @override
+    def kernel(self, matrix: Matrix) -> tuple[str, int, int] | None:
+        return ("groups", self.n, self.m) if self.m <= MOST_IN_GROUP else None
 
     @override
     def unit_length(self, matrix: Matrix) -> int:

@@ -17,6 +17,7 @@ from distprune.patterns.base import Choice, Pattern, Ranked, check_share, shares
 from distprune.patterns.census import take_census
 from distprune.patterns.cut_bands import Answer, CutBands, CutPart, Told
 from distprune.patterns.local_units import IntArray, LocalUnits
+from distprune.patterns.on_gpu import keys_of_weights, write_masks
 from distprune.scores.base import LocalScores
 from distprune.selection.highest import keep_highest_per_row
 from distprune.selection.order import Order
@@ -30,6 +31,10 @@ class WithinRows(Pattern):
     """Units of some inputs of one row, each decided by itself. What is gone is pruned first."""
 
     is_by_row = True
+
+    @abstractmethod
+    def kernel(self, matrix: Matrix) -> tuple[str, int, int] | None:
+        """Return what decides the units of ``matrix`` on a GPU, as :func:`distprune.patterns.on_gpu.write_masks`."""
 
     @abstractmethod
     def unit_length(self, matrix: Matrix) -> int:
@@ -114,7 +119,19 @@ class WithinRows(Pattern):
             counts[0] = len(out) - count_true(out)
             return counts
 
-        return Choice([None] * len(rows), decide)
+        def decide_all(scores: Sequence[LocalScores], outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            members = [ranked.index[each.shard.name] for each in scores]
+            kinds = [own[i].kernel(each.shard.as_matrix()) for i, each in zip(members, scores, strict=True)]
+            plain = [i for i, each in enumerate(scores) if kinds[i] is not None and units_of(each).is_dense]
+            keys = keys_of_weights(ranked, [scores[i] for i in plain], [rows[members[i]].order for i in plain])
+            if keys is None:
+                return [*map(decide, scores, outs)]
+            units = [kind for kind in (kinds[i] for i in plain) if kind is not None]
+            there = write_masks([scores[i] for i in plain], units, keys, [outs[i] for i in plain])
+            by_place = dict(zip(plain, there, strict=True))
+            return [by_place[i] if i in by_place else decide(scores[i], outs[i]) for i in range(len(scores))]
+
+        return Choice([None] * len(rows), decide, decide_all)
 
 
 @final
@@ -162,6 +179,10 @@ class PerRow(WithinRows):
     @override
     def regrowth(self, share: float) -> tuple[Pattern, Pattern]:
         return PerRow(share), PerRow(0.0)
+
+    @override
+    def kernel(self, matrix: Matrix) -> tuple[str, int, int] | None:
+        return "rows", max(matrix.num_in, 1), round(self._share * matrix.num_in)
 
     @override
     def unit_length(self, matrix: Matrix) -> int:

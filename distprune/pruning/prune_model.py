@@ -16,7 +16,7 @@ from torch import nn
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Group, communicator
 from distprune.hints import with_hints
-from distprune.masks.in_place import zero_where_pruned
+from distprune.masks.in_place import zero_all_where_pruned
 from distprune.models.find_shards import Found, NamePattern, find_shards
 from distprune.patterns.as_pattern import as_pattern
 from distprune.patterns.base import Pattern, Ranked, Scope
@@ -220,8 +220,8 @@ def prune_requested(group: Group, request: Request) -> PruneReport:
     """Find, agree, choose, and apply. Every rank must call it."""
     choosing = Choosing(communicator(group), request)
     masks, counts = choose_masks(choosing.ranked, choosing.choice)
-    for scores, mask in zip(choosing.ranked.scores, masks, strict=True):
-        zero_where_pruned(scores.shard.local, mask)  # from here on no rank can fail: numpy multiplies in place
+    locals_ = [scores.shard.local for scores in choosing.ranked.scores]
+    zero_all_where_pruned([*zip(locals_, masks, strict=True)])  # from here on no rank can fail: in place
     return choosing.report(counts)
 
 

@@ -19,6 +19,7 @@ import torch
 from typing_extensions import override
 
 from distprune.hints import WALK
+from distprune.kernels.table import ScoreName
 from distprune.shards.device import batches, chunk_size, count_true, fetched, is_joined, is_zero, on_host
 from distprune.shards.geometry import Geometry
 from distprune.shards.local_shard import LocalShard, as_array, flat_chunk, flat_chunks
@@ -74,6 +75,7 @@ class Score(ABC):
     scores_units: ClassVar[bool] = False  # of_units scores a unit by its number, not by its elements
     zero_where_weights_are: ClassVar[bool] = False  # a score is zero exactly where its weight is
     is_weight: ClassVar[bool] = False  # values() returns the weights, as they are
+    kernel: ClassVar[ScoreName | None] = None  # of GPUs, that computes the same from weights of 16 and 32 bits
     combined_by: Literal["sum", "max", "min"] = "sum"  # how the elements of a unit make its score
     descending: bool = False  # the larger the sum of a unit, the less it matters
     of_zero: float = 0.0  # what an element that is gone adds to its unit

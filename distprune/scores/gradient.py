@@ -23,6 +23,7 @@ class Gradient(Score):
     """
 
     needs = ("gradient",)
+    kernel = "gradient"
 
     @override
     def values(self, elements: Elements) -> torch.Tensor:
@@ -44,6 +45,7 @@ class Taylor(Score):
     """
 
     needs = ("gradient",)
+    kernel = "taylor"
 
     @override
     def values(self, elements: Elements) -> torch.Tensor:

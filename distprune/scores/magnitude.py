@@ -29,6 +29,7 @@ class Magnitude(Score):
     ordered_by = "magnitude"
     zero_where_weights_are = True
     is_weight = True
+    kernel = "magnitude"
 
     @override
     def values(self, elements: Elements) -> torch.Tensor:

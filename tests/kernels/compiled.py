@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from distprune.kernels.on_device import hold, rows, select, tiles
+from distprune.kernels.on_device import hold, rows, select
 
 _PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 _POINTERS = ("segments", "firsts", "states", "histogram", "num_nans", "totals", "strides", "counts", "least")
@@ -60,23 +60,17 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
         yield f"sample_keys {name}", select.sample_keys, {**tile, "NUM": 1 << 18}, 4
         for first in (True, False):
             yield f"count {first} {name}", select.count, {**tile, "BITS": 12, "LOOKS_FOR_NANS": first}, 4
-        yield f"count_nans {name}", tiles.count_nans, tile, 4
-        for writes_mask in (True, False):
-            wrote = {"WRITES_MASK": writes_mask}
-            if score != "keys" or writes_mask:
-                yield f"write_lowest {name}", select.write_lowest, {**tile, **wrote}, 4
-            if score not in ("magnitude", "keys") or (score == "keys" and not writes_mask):
-                continue
-            for n, m in ((2, 4), (4, 8), (8, 16), (3, 5), (16, 32)):
-                groups = {"N": n, "M": m, "GROUPS": (1024 if m <= 16 else 512) >> (m - 1).bit_length()}
-                yield f"keep_n_of_m {n}:{m} {name}", rows.keep_n_of_m, {**kind, **wrote, **groups}, 4
-            for width in (1024, 4096, 8192):
-                row = {
-                    "IS_ONE": width < 8192 or is_plain,
-                    "WIDTH": width,
-                    "BITS": 31 if dtype is tl.float32 or score == "keys" else 15,
-                }
-                yield f"keep_in_rows {width} {name}", rows.keep_in_rows, {**kind, **wrote, **row}, min(width // 256, 16)
+        for writes_mask in (True, False)[: 1 + (score != "keys")]:
+            yield f"write_lowest {name}", select.write_lowest, {**tile, "WRITES_MASK": writes_mask}, 4
+        if score not in ("magnitude", "keys"):
+            continue
+        for n, m in ((2, 4), (4, 8), (8, 16), (3, 5), (16, 32)):
+            groups = {"N": n, "M": m, "GROUPS": (1024 if m <= 16 else 512) >> (m - 1).bit_length()}
+            yield f"keep_n_of_m {n}:{m} {name}", rows.keep_n_of_m, {**kind, **groups}, 4
+        for width in (1024, 4096, 8192):
+            num_bits = 31 if dtype is tl.float32 or score == "keys" else 15
+            row = {"IS_ONE": width < 8192 or is_plain, "WIDTH": width, "BITS": num_bits}
+            yield f"keep_in_rows {width} {name}", rows.keep_in_rows, {**kind, **row}, min(width // 256, 16)
     yield "narrow", select.narrow, {"BITS": 12}, 8
     for word in (tl.int16, tl.int32):
         tile = {"WORD": word, "BLOCK": 1024, "ALIGNED": True}

@@ -3,45 +3,45 @@
 import triton
 import triton.language as tl
 
-from distprune.kernels.on_device.tiles import KEYS, NUM_COLUMNS, NUMEL, TENSOR, add, in_tile, keys_of, write
+from distprune.kernels.on_device.tiles import KEYS, NUM_COLUMNS, NUMEL, OUT, TENSOR, add, in_tile, keys_of, store
 
-LAST_KEY = tl.constexpr(0x7FFFFFFF)
+LAST_KEY = tl.constexpr(0x7FFFFFFF)  # of int32
 
 
 @triton.jit(do_not_specialize=["gone", "last_key"])
-def keep_n_of_m(segments, firsts, num_nans, totals, gone, last_key, N: tl.constexpr, M: tl.constexpr,
-                GROUPS: tl.constexpr,
-                WRITES_MASK: tl.constexpr, SCORE: tl.constexpr, ZEROS_GONE: tl.constexpr, DTYPE: tl.constexpr,
+def keep_n_of_m(segments, firsts, totals, gone, last_key, N: tl.constexpr, M: tl.constexpr,
+                GROUPS: tl.constexpr, SCORE: tl.constexpr, ZEROS_GONE: tl.constexpr, DTYPE: tl.constexpr,
                 GRAD: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr, CONTIGUOUS: tl.constexpr):  # fmt: skip
-    """Prune the ``M - N`` lowest of every ``M``, and what was gone, unless ``num_nans``."""
+    """Write a mask without the ``M - N`` lowest of every ``M``, and what was gone."""
     PADDED: tl.constexpr = triton.next_power_of_2(M)
     program, column = tl.program_id(0), tl.arange(0, PADDED)[None, :]
     lanes = tl.arange(0, GROUPS)[:, None] * M + column
-    if tl.load(num_nans) == 0:
-        for i in range(tl.load(firsts + program), tl.load(firsts + program + 1)):
-            segment = segments + i * NUM_COLUMNS
-            numel = tl.load(segment + NUMEL)
-            num_pruned = tl.zeros([GROUPS, PADDED], tl.int32)
-            gone_and_nan = tl.zeros([GROUPS, PADDED], tl.int32)  # 16 bits each: a segment has fewer tiles
-            for start in range(0, numel, GROUPS * M):
-                valid = in_tile(lanes, start, numel, GROUPS * M, ALIGNED)
-                if PADDED > M:
-                    valid &= column < M
-                keys, is_nan = keys_of(segment, start, lanes, valid, last_key, SCORE, ZEROS_GONE, DTYPE, GRAD, WIDE,
-                                       ALIGNED,
-                                       CONTIGUOUS)  # fmt: skip
-                stays = valid
-                for _ in tl.static_range(M - N):
-                    lowest = tl.argmin(tl.where(stays, keys, LAST_KEY), axis=1)[:, None]  # the first of equals
-                    stays &= column != lowest
-                is_gone = valid & (keys == gone)
-                goes = (valid & ~stays) | is_gone
-                num_pruned += goes.to(tl.int32)
-                gone_and_nan += is_gone.to(tl.int32) + (is_nan.to(tl.int32) << 16)
-                write(segment, start, lanes, valid, goes, WRITES_MASK, DTYPE, ALIGNED)
-            add(totals + tl.load(segment + TENSOR) * 3, tl.sum(num_pruned, axis=1))
-            add(totals + tl.load(segment + TENSOR) * 3 + 1, tl.sum(gone_and_nan & 0xFFFF, axis=1))
-            add(totals + tl.load(segment + TENSOR) * 3 + 2, tl.sum(gone_and_nan >> 16, axis=1))
+    for i in range(tl.load(firsts + program), tl.load(firsts + program + 1)):
+        segment = segments + i * NUM_COLUMNS
+        numel = tl.load(segment + NUMEL)
+        num_pruned = tl.zeros([GROUPS, PADDED], tl.int32)
+        gone_and_nan = tl.zeros([GROUPS, PADDED], tl.int32)  # 16 bits each: a segment has fewer tiles
+        for start in range(0, numel, GROUPS * M):
+            valid = in_tile(lanes, start, numel, GROUPS * M, ALIGNED)
+            if PADDED > M:
+                valid &= column < M
+            keys, is_nan = keys_of(segment, start, lanes, valid, last_key, SCORE, ZEROS_GONE, DTYPE, GRAD, WIDE,
+                                   ALIGNED, CONTIGUOUS)  # fmt: skip
+            # Below what stands for those that went; given keys may be any int32.
+            ranks, stays = keys.to(tl.int64) if SCORE == KEYS else keys - 1, valid
+            for _ in tl.static_range(M - N):
+                lowest = tl.argmin(tl.where(stays, ranks, LAST_KEY + (SCORE == KEYS)), axis=1)[
+                    :, None
+                ]  # first of equals
+                stays &= column != lowest
+            is_gone = valid & (keys == gone)
+            goes = (valid & ~stays) | is_gone
+            num_pruned += goes.to(tl.int32)
+            gone_and_nan += is_gone.to(tl.int32) + (is_nan.to(tl.int32) << 16)
+            store(tl.load(segment + OUT), start, lanes, (~goes).to(tl.int8) & 1, valid, tl.int8, ALIGNED)
+        add(totals + tl.load(segment + TENSOR) * 3, tl.sum(num_pruned, axis=1))
+        add(totals + tl.load(segment + TENSOR) * 3 + 1, tl.sum(gone_and_nan & 0xFFFF, axis=1))
+        add(totals + tl.load(segment + TENSOR) * 3 + 2, tl.sum(gone_and_nan >> 16, axis=1))
 
 
 @triton.jit
@@ -54,8 +54,7 @@ def num_less(segment, row, keys, valid, least, step, last_key, num_in, IS_ONE: t
         if not IS_ONE:
             valid = in_tile(lanes, start, num_in, WIDTH, ALIGNED)
             keys, _ = keys_of(segment, row + start, lanes, valid, last_key, SCORE, ZEROS_GONE, DTYPE, GRAD, WIDE,
-                              ALIGNED,
-                              CONTIGUOUS)  # fmt: skip
+                              ALIGNED, CONTIGUOUS)  # fmt: skip
         are_less = (keys < least).to(tl.int64) + ((keys < least + step).to(tl.int64) << 21)
         are_less += (keys < least + 2 * step).to(tl.int64) << 42
         nums += tl.sum(tl.where(valid, are_less, 0), axis=0)
@@ -63,62 +62,60 @@ def num_less(segment, row, keys, valid, least, step, last_key, num_in, IS_ONE: t
 
 
 @triton.jit(do_not_specialize=["gone", "last_key", "num_lowest"])
-def keep_in_rows(segments, firsts, num_nans, totals, gone, last_key, num_in, num_lowest, IS_ONE: tl.constexpr,
-                 WIDTH: tl.constexpr, BITS: tl.constexpr, WRITES_MASK: tl.constexpr, SCORE: tl.constexpr,
+def keep_in_rows(segments, firsts, totals, gone, last_key, num_in, num_lowest, IS_ONE: tl.constexpr,
+                 WIDTH: tl.constexpr, BITS: tl.constexpr,  SCORE: tl.constexpr,
                  ZEROS_GONE: tl.constexpr,
                  DTYPE: tl.constexpr, GRAD: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
                  CONTIGUOUS: tl.constexpr):  # fmt: skip
-    """Prune the ``num_lowest`` of every row of ``num_in``, and what was gone, unless ``num_nans``.
+    """Write a mask without the ``num_lowest`` of every row of ``num_in``, and what was gone.
 
     The key of the last that goes, which has an odd number of ``BITS``,
     is found from the highest down. ``IS_ONE``: a row is
     one tile, and is read once.
     """
     program, lanes = tl.program_id(0), tl.arange(0, WIDTH)
-    if tl.load(num_nans) == 0:
-        for i in range(tl.load(firsts + program), tl.load(firsts + program + 1)):
-            segment = segments + i * NUM_COLUMNS
-            num_pruned, num_gone, num_nan = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
-            for row in range(0, tl.load(segment + NUMEL), num_in):
-                whole = in_tile(lanes, 0, num_in, WIDTH, ALIGNED)
-                keys, is_nan = keys_of(segment, row, lanes, whole, last_key, SCORE, ZEROS_GONE, DTYPE, GRAD, WIDE,
-                                       ALIGNED,
-                                       CONTIGUOUS)  # fmt: skip
-                last = tl.zeros([], tl.int32)
-                if SCORE == KEYS:  # others are not negative, but for what is gone
-                    is_low = num_less(segment, row, keys, whole, 0, 0, last_key, num_in, IS_ONE, WIDTH, SCORE,
-                                      ZEROS_GONE,
-                                      DTYPE, GRAD, WIDE, ALIGNED, CONTIGUOUS)[0] >= num_lowest  # fmt: skip
-                    last = tl.where(is_low, -2147483648, 0).to(tl.int32)
-                for shift in range(BITS - 1, -1, -2):  # two bits at a time, after the first
-                    step = tl.where(shift == BITS - 1, 0, 1 << shift).to(tl.int32)
-                    least = last + tl.where(shift == BITS - 1, 1 << (BITS - 1), step).to(tl.int32)
-                    one, two, three = num_less(segment, row, keys, whole, least, step, last_key, num_in, IS_ONE, WIDTH,
-                                               SCORE, ZEROS_GONE, DTYPE, GRAD, WIDE, ALIGNED, CONTIGUOUS)  # fmt: skip
-                    num = (
-                        (one < num_lowest).to(tl.int32)
-                        + (two < num_lowest).to(tl.int32)
-                        + (three < num_lowest).to(tl.int32)
-                    )
-                    last = tl.where(shift == BITS - 1, tl.where(num > 0, least, last), last + num * step)
-                num_ties = num_lowest - num_less(segment, row, keys, whole, last, 0, last_key, num_in, IS_ONE, WIDTH,
-                                                 SCORE,
-                                                 ZEROS_GONE, DTYPE, GRAD, WIDE, ALIGNED, CONTIGUOUS)[0]  # fmt: skip
-                for start in range(0, num_in, WIDTH):
-                    valid = in_tile(lanes, start, num_in, WIDTH, ALIGNED)
-                    if not IS_ONE:
-                        keys, is_nan = keys_of(segment, row + start, lanes, valid, last_key, SCORE, ZEROS_GONE, DTYPE,
-                                               GRAD,
-                                               WIDE, ALIGNED, CONTIGUOUS)  # fmt: skip
-                    ties = (valid & (keys == last)).to(tl.int32)
-                    is_gone = valid & (keys == gone)
-                    is_early = (ties != 0) & (tl.cumsum(ties, axis=0) <= num_ties)
-                    goes = (valid & (num_lowest > 0) & ((keys < last) | is_early)) | is_gone
-                    num_ties -= tl.sum(ties, axis=0)
-                    num_pruned += tl.sum(goes.to(tl.int32), axis=0)
-                    num_gone += tl.sum(is_gone.to(tl.int32), axis=0)
-                    num_nan += tl.sum(is_nan.to(tl.int32), axis=0)
-                    write(segment, row + start, lanes, valid, goes, WRITES_MASK, DTYPE, ALIGNED)
-            tl.atomic_add(totals + tl.load(segment + TENSOR) * 3, num_pruned.to(tl.int64), sem="relaxed")
-            tl.atomic_add(totals + tl.load(segment + TENSOR) * 3 + 1, num_gone.to(tl.int64), sem="relaxed")
-            tl.atomic_add(totals + tl.load(segment + TENSOR) * 3 + 2, num_nan.to(tl.int64), sem="relaxed")
+    for i in range(tl.load(firsts + program), tl.load(firsts + program + 1)):
+        segment = segments + i * NUM_COLUMNS
+        num_pruned, num_gone, num_nan = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+        for row in range(0, tl.load(segment + NUMEL), num_in):
+            whole = in_tile(lanes, 0, num_in, WIDTH, ALIGNED)
+            keys, is_nan = keys_of(segment, row, lanes, whole, last_key, SCORE, ZEROS_GONE, DTYPE, GRAD, WIDE,
+                                   ALIGNED, CONTIGUOUS)  # fmt: skip
+            last = tl.zeros([], tl.int32)
+            if SCORE == KEYS:  # others are not negative, but for what is gone
+                is_low = num_less(segment, row, keys, whole, 0, 0, last_key, num_in, IS_ONE, WIDTH, SCORE,
+                                  ZEROS_GONE,
+                                  DTYPE, GRAD, WIDE, ALIGNED, CONTIGUOUS)[0] >= num_lowest  # fmt: skip
+                last = tl.where(is_low, -2147483648, 0).to(tl.int32)
+            for shift in range(BITS - 1, -1, -2):  # two bits at a time, after the first
+                step = tl.where(shift == BITS - 1, 0, 1 << shift).to(tl.int32)
+                least = last + tl.where(shift == BITS - 1, 1 << (BITS - 1), step).to(tl.int32)
+                one, two, three = num_less(segment, row, keys, whole, least, step, last_key, num_in, IS_ONE, WIDTH,
+                                           SCORE, ZEROS_GONE, DTYPE, GRAD, WIDE, ALIGNED, CONTIGUOUS)  # fmt: skip
+                num = (
+                    (one < num_lowest).to(tl.int32)
+                    + (two < num_lowest).to(tl.int32)
+                    + (three < num_lowest).to(tl.int32)
+                )
+                last = tl.where(shift == BITS - 1, tl.where(num > 0, least, last), last + num * step)
+            num_ties = num_lowest - num_less(segment, row, keys, whole, last, 0, last_key, num_in, IS_ONE, WIDTH,
+                                             SCORE,
+                                             ZEROS_GONE, DTYPE, GRAD, WIDE, ALIGNED, CONTIGUOUS)[0]  # fmt: skip
+            for start in range(0, num_in, WIDTH):
+                valid = in_tile(lanes, start, num_in, WIDTH, ALIGNED)
+                if not IS_ONE:
+                    keys, is_nan = keys_of(segment, row + start, lanes, valid, last_key, SCORE, ZEROS_GONE, DTYPE,
+                                           GRAD,
+                                           WIDE, ALIGNED, CONTIGUOUS)  # fmt: skip
+                ties = (valid & (keys == last)).to(tl.int32)
+                is_gone = valid & (keys == gone)
+                is_early = (ties != 0) & (tl.cumsum(ties, axis=0) <= num_ties)
+                goes = (valid & (num_lowest > 0) & ((keys < last) | is_early)) | is_gone
+                num_ties -= tl.sum(ties, axis=0)
+                num_pruned += tl.sum(goes.to(tl.int32), axis=0)
+                num_gone += tl.sum(is_gone.to(tl.int32), axis=0)
+                num_nan += tl.sum(is_nan.to(tl.int32), axis=0)
+                store(tl.load(segment + OUT), row + start, lanes, (~goes).to(tl.int8) & 1, valid, tl.int8, ALIGNED)
+        tl.atomic_add(totals + tl.load(segment + TENSOR) * 3, num_pruned.to(tl.int64), sem="relaxed")
+        tl.atomic_add(totals + tl.load(segment + TENSOR) * 3 + 1, num_gone.to(tl.int64), sem="relaxed")
+        tl.atomic_add(totals + tl.load(segment + TENSOR) * 3 + 2, num_nan.to(tl.int64), sem="relaxed")

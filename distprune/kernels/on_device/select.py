@@ -15,17 +15,20 @@ from distprune.kernels.on_device.tiles import (
     KEYS,
     NUM_COLUMNS,
     NUMEL,
+    OUT,
     OWNED,
     RUN,
     START,
     STRIDE,
     TENSOR,
+    VALUES,
     ZEROTH,
     add,
     flat_index,
     in_tile,
     keys_of,
-    write,
+    load,
+    store,
 )
 
 # Columns of a competition's state, int64: the inclusive range that holds the k-th lowest, and which of it that is.
@@ -204,6 +207,10 @@ def write_lowest(segments, firsts, states, num_nans, totals, gone, last_key, WRI
                 goes = valid & ((keys < key) | ((keys == key) & is_early))
                 num_pruned += goes.to(tl.int32)
                 num_gone += (valid & (keys == gone)).to(tl.int32)
-                write(segment, start, lanes, valid, goes, WRITES_MASK, DTYPE, ALIGNED)
+                if WRITES_MASK:
+                    store(tl.load(segment + OUT), start, lanes, (~goes).to(tl.int8) & 1, valid, tl.int8, ALIGNED)
+                else:
+                    values = load(tl.load(segment + VALUES), start, lanes, valid, DTYPE, ALIGNED)
+                    store(tl.load(segment + VALUES), start, lanes, tl.where(goes, 0.0, values), valid, DTYPE, ALIGNED)
             add(totals + tl.load(segment + TENSOR) * 3, num_pruned)
             add(totals + tl.load(segment + TENSOR) * 3 + 1, num_gone)

@@ -112,30 +112,5 @@ def keys_of(segment, start, lanes, valid, last_key, SCORE: tl.constexpr, ZEROS_G
 
 
 @triton.jit
-def write(segment, start, lanes, valid, goes, WRITES_MASK: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Write a mask of what stays, or +0.0 where an element goes."""
-    if WRITES_MASK:
-        store(tl.load(segment + OUT), start, lanes, (~goes).to(tl.int8) & 1, valid, tl.int8, ALIGNED)
-    else:
-        values = load(tl.load(segment + VALUES), start, lanes, valid, DTYPE, ALIGNED)
-        store(tl.load(segment + VALUES), start, lanes, tl.where(goes, 0.0, values), valid, DTYPE, ALIGNED)
-
-
-@triton.jit
 def add(pointer, flags):
     tl.atomic_add(pointer, tl.sum(flags.to(tl.int32), axis=0).to(tl.int64), sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["last_key"])
-def count_nans(segments, firsts, num_nans, last_key, BLOCK: tl.constexpr, SCORE: tl.constexpr, ZEROS_GONE: tl.constexpr,
-               DTYPE: tl.constexpr, GRAD: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
-               CONTIGUOUS: tl.constexpr):  # fmt: skip
-    program, lanes = tl.program_id(0), tl.arange(0, BLOCK)
-    for i in range(tl.load(firsts + program), tl.load(firsts + program + 1)):
-        segment = segments + i * NUM_COLUMNS
-        numel, nans = tl.load(segment + NUMEL), tl.zeros([BLOCK], tl.int32)
-        for start in range(0, numel, BLOCK):
-            valid = in_tile(lanes, start, numel, BLOCK, ALIGNED)
-            nans += keys_of(segment, start, lanes, valid, last_key, SCORE, ZEROS_GONE, DTYPE, GRAD, WIDE, ALIGNED,
-                            CONTIGUOUS)[1].to(tl.int32)  # fmt: skip
-        add(num_nans, nans)
