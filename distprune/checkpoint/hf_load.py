@@ -139,7 +139,8 @@ def load_model(
         _fill(model, directory, regions, progress)
         directory.check_unchanged()
         compute_buffers(model)
-    return model.eval()
+        model.eval()
+    return model
 
 
 def _fill(model: nn.Module, directory: HfDirectory, regions: Regions, progress: Progress) -> None:

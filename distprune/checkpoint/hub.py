@@ -43,14 +43,14 @@ def resolve_model(name: str, group: Group = None, *, log: Log = None) -> Path:
         ImportError: on every rank: the extra ``hf`` is not installed.
     """
     comm = communicator(group)
-    hub = _HUB_ID.fullmatch(name)
-    exists = os.path.exists(name)  # does not raise: a folder may be closed to us
+    path, hub = Path(name), _HUB_ID.fullmatch(name)
+    exists = os.path.exists(path)  # does not raise: a folder may be closed to us
     with together(comm, model=name, exists=exists):
-        if not exists and hub is None:
+        if hub is None and not path.exists():
             raise FileNotFoundError(
                 f"there is no model directory {name!r}; a model of the hub is called org/name or org/name@revision"
             )
-    return Path(name) if hub is None or exists else _from_hub(comm, hub["id"], hub["revision"], log)
+    return path if hub is None or exists else _from_hub(comm, hub["id"], hub["revision"], log)
 
 
 def name_of_model(path: Path) -> str:

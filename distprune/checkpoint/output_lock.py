@@ -57,13 +57,13 @@ def _lock(path: Path) -> BaseFileLock:
     except OSError as error:
         if not isinstance(error, Timeout) or not os.path.lexists(file):
             raise PermissionError(f"the output cannot be written in {path.parent}: {error}") from error
-        holder, way_out = "", "wait for it or name another output"
+        holder = "another job"
         with suppress(OSError):
-            holder = file.read_text(errors="replace")
-        if isinstance(lock, SoftFileLock):
-            holder = f"process {' on '.join(holder.splitlines()[:2])}"
-            way_out = f"if that job is gone, remove {file}"
-        raise OSError(f"the output {path} is being written by {holder or 'another job'}; {way_out}") from error
+            holder = " ".join(file.read_text(errors="replace").split()) or holder
+        raise OSError(
+            f"the output {path} is being written by {holder}; wait for it or name another output, or, if that job is "
+            f"gone, remove {file}"
+        ) from error
     return lock
 
 

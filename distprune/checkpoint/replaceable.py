@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import filecmp
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -102,12 +101,12 @@ def _check_replaceable(path: Path, inputs: Inputs) -> None:
     foreign, has_weights = [], False
     for entry in sorted(path.rglob("*")):
         name, is_file = entry.relative_to(path).as_posix(), entry.is_file() and not entry.is_symlink()
-        if entry.is_dir() and not entry.is_symlink() and any(entry.iterdir()):
-            continue
-        is_weights = is_file and bool(_WEIGHTS.fullmatch(name) or (name in listed and name.endswith(WEIGHT_SUFFIX)))
-        has_weights |= is_weights
-        if not (is_weights or (is_file and (_SMALL.fullmatch(name) or _is_copy(path, name, inputs)))):
+        is_weights = bool(_WEIGHTS.fullmatch(name)) or (name in listed and name.endswith(WEIGHT_SUFFIX))
+        is_known = is_weights or _SMALL.fullmatch(name) or any((Path(given) / name).is_file() for given in inputs)
+        is_folder = entry.is_dir() and not entry.is_symlink() and any(entry.iterdir())
+        if not is_folder and not (is_file and is_known):
             foreign.append(name)
+        has_weights |= is_file and is_weights
     if foreign:
         more = f" and {len(foreign) - 5} more" if len(foreign) > 5 else ""
         raise ValueError(
@@ -116,9 +115,3 @@ def _check_replaceable(path: Path, inputs: Inputs) -> None:
         )
     if not has_weights or not (path / CONFIG_NAME).is_file():
         raise ValueError(f"the output {path} is not replaced: it is no model directory; name another output")
-
-
-def _is_copy(path: Path, name: str, inputs: Inputs) -> bool:
-    """Whether a file in ``path`` was copied from an input, where it has the same name: nothing is lost with it."""
-    originals = [Path(given) / name for given in inputs]
-    return any(original.is_file() and filecmp.cmp(original, path / name, shallow=False) for original in originals)

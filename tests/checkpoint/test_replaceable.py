@@ -101,8 +101,7 @@ def test_weights_that_the_index_names_and_copies_of_the_input(model: Path, tmp_p
     for folder in (model, source):
         (folder / "vocab.bpe").write_text("vocabulary")
     check_output(model, overwrite=True, inputs=[source])
-    (model / "vocab.bpe").write_text("changed")
-    refused(model, r"vocab\.bpe", source)
+    refused(model, r"vocab\.bpe")
 
 
 def test_inputs_in_the_output(model: Path, tmp_path: Path) -> None:
