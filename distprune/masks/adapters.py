@@ -43,18 +43,17 @@ def merge_adapters(model: nn.Module, **options: Any) -> Any:
     merge = getattr(model, "merge_and_unload", None)
     if merge is None:
         raise TypeError(f"a {type(model).__name__} has no merge_and_unload(): pass what peft.get_peft_model returned")
-    adapted = find_shards(model, _ADAPTED).shards
-    masked = [(shard.module, shard.attribute) for shard in adapted if shard.module and mask_of(shard) is not None]
-    masks = [(module, name, module.get_buffer(f"{name}_mask")) for module, name in masked]
     before: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for shard in adapted:
-        if (shard.module, shard.attribute) in masked:
-            continue
+    masks: list[tuple[nn.Module, str, torch.Tensor]] = []
+    for shard in find_shards(model, _ADAPTED).shards:
         if shard.tensor is None:
             raise NotImplementedError(f"{shard.name!r} is FSDP1's; merge before sharding, or shard with fully_shard")
         if isinstance(shard.tensor, DTensor) and options.get("safe_merge"):
             raise NotImplementedError(f"PEFT loses a safe_merge into DTensors such as {shard.name!r}: merge without it")
-        before.append((shard.tensor, shard.local != 0))
+        if shard.module is not None and mask_of(shard) is not None:
+            masks.append((shard.module, shard.attribute, shard.module.get_buffer(f"{shard.attribute}_mask")))
+        else:
+            before.append((shard.tensor, shard.local != 0))
     for wrapper in [module for module in model.modules() if module._modules.keys() >= {*_WRAPPED}]:
         original, copies = (wrapper.get_submodule(name) for name in _WRAPPED)
         for name, parameter in original.named_parameters():
@@ -63,7 +62,7 @@ def merge_adapters(model: nn.Module, **options: Any) -> Any:
                 before += [(copy.get_parameter(name), kept) for copy in copies.children()]
     if not any(".base_layer." in name for name, _ in model.named_parameters()):
         raise ValueError("the model has no adapters: none of its layers has a base_layer, as PEFT's have")
-    for module, name in masked:
+    for module, name, _ in masks:
         undo_reparametrization(module, name)
     try:
         return merge(**options)

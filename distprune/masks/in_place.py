@@ -16,7 +16,6 @@ from distprune.kernels.held import zero_where_masked
 from distprune.shards.device import by_accelerator, chunk_size, on_host
 from distprune.shards.local_shard import bits_of
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NUM_SAMPLED = 100
 
 
@@ -44,18 +43,6 @@ def zero_all_where_pruned(shards: Sequence[tuple[torch.Tensor, torch.Tensor]]) -
     for local, mask in shards:
         if on_host(local.device) or local.is_complex():
             zero_where_pruned(local, mask)
-
-
-def as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``mask`` (bool) as zeros and ones of ``dtype``. Local, chunk by chunk."""
-    if not on_host(mask.device) or dtype not in _FLOATS:
-        return mask.to(dtype)
-    one = bits_of(torch.ones((), dtype=dtype, device="cpu")).numpy()[()]
-    # As bits, and in memory for which numpy asks huge pages: half of the time that torch takes.
-    bits = torch.from_numpy(np.empty(tuple(mask.shape), one.dtype))
-    for words, keep in views_by_chunk(bits, mask):
-        np.multiply(keep, one, out=words)
-    return bits.view(dtype)
 
 
 def views_by_chunk(*tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:

@@ -3,12 +3,22 @@
 Nouns: a reparametrized ``name`` has two *split* keys in a state dict, ``name_orig`` and ``name_mask``. Its *plain* key
 is ``name`` alone. Plain values have the bits that ``hold_zeros`` reads: +0.0 where the mask is 0, and a kept weight
 that happens to be zero is written as -0.0, which is the same number. So the mask can be read back from them.
+
+All saving for others comes together in ``PreTrainedModel.save_pretrained``: the user's call, the Trainer's,
+Accelerate's. It asks the model for its state dict or is given one. A pruned module cannot know for whom a state dict
+is, nor which model it is part of. So the first time that a module is reparametrized, the few methods of ``_SAVERS``
+that are imported by then are replaced by ones that do the same with plain keys. Models without pruned modules do not
+notice. Saving that is meant to be resumed from (``Accelerator.save_state``, sharded checkpoints) keeps the original and
+the mask.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -23,6 +33,11 @@ from distprune.models.find_shards import check_model
 from distprune.shards.layouts import dtensor_like, is_laid_out_like, local_of, local_part, local_shard
 
 _wanted: ContextVar[bool] = ContextVar("plain_keys", default=False)
+# By module, class and method.
+_SAVERS = (
+    ("transformers.modeling_utils", "PreTrainedModel", "save_pretrained"),
+    ("accelerate.accelerator", "Accelerator", "save_model"),
+)
 
 
 @contextmanager
@@ -137,3 +152,30 @@ def _disagreement(values: torch.Tensor, original: torch.Tensor, mask: torch.Tens
     if num_lost or num_more:
         return f"it is not 0 at {num_lost} places where the mask is, and 0 at {num_more} that the mask keeps"
     return ""
+
+
+def watch_savers() -> None:
+    """Let what is imported of transformers and Accelerate save plain keys of reparametrized models. Local."""
+    for module, name, method in _SAVERS:
+        owner = getattr(sys.modules.get(module), name, None)
+        if owner is not None and not hasattr(vars(owner)[method], "_saves_plain_keys"):
+            setattr(owner, method, _saving_plain_keys(vars(owner)[method]))
+
+
+def _saving_plain_keys(save: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(save)
+
+    @functools.wraps(save)
+    def saving(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments
+        model: nn.Module = given.get("model", given["self"])
+        if given.get("distributed_checkpoint") or not any(pruning_hooks(module) for module in model.modules()):
+            return save(*args, **kwargs)
+        if given.get("state_dict") is not None:
+            given["state_dict"] = joined(model, given["state_dict"])
+        with plain_keys():
+            return save(*bound.args, **bound.kwargs)
+
+    saving._saves_plain_keys = True  # type: ignore[attr-defined]
+    return saving

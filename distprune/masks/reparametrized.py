@@ -25,8 +25,7 @@ from typing_extensions import override
 from distprune.masks.fsdp2 import rename
 from distprune.masks.hooks import pruning_hooks
 from distprune.masks.in_place import zero_where_pruned
-from distprune.masks.plain_keys import local_mask, take_plain_key, write_plain_keys
-from distprune.masks.savers import watch_savers
+from distprune.masks.plain_keys import local_mask, take_plain_key, watch_savers, write_plain_keys
 from distprune.shards.fsdp2 import Fsdp2Params, Managed
 from distprune.shards.layouts import dtensor_like, is_laid_out_like, local_part
 from distprune.shards.local_shard import LocalShard

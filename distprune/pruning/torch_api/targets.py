@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distprune.masks.hooks import pruning_hooks
-from distprune.masks.in_place import as_numbers
 from distprune.masks.reparametrized import product_of_hook
 from distprune.patterns.base import Pattern
 from distprune.scores.base import LocalScores, Score
@@ -126,10 +125,10 @@ class Target:
             return dtensor_like(self.original, keep)
         assert keep is not None  # of plain parameters each rank holds all
         if self.whole_mask is None:
-            return as_numbers(keep, self.original.dtype)
+            return keep.to(self.original.dtype)
         if kind == "unstructured":
             keep = keep | (self.whole_mask != 1)  # what is neither 0 nor 1 was not up for selection
-        return self.whole_mask.detach() * as_numbers(keep, self.whole_mask.dtype)
+        return self.whole_mask.detach() * keep.to(self.whole_mask.dtype)
 
 
 def find_targets(pairs: Pairs, scores: Scores | None = None) -> list[Target]:
