@@ -57,36 +57,12 @@ _READS = {
 }
 _READS |= {"is_complex", "is_contiguous", "is_floating_point", "item", "numel", "numpy", "size", "split", "stride"}
 _READS |= {"t", "tolist", "unbind", "view", "diagonal", "is_inference", "_set_grad_enabled"}
-# They work on what all ranks hold alike, sums over ranks of a few KiB and dtypes, and say which round comes next, so
-# they cannot stand inside one. What one rank cannot do there, none can.
+# They work on what all ranks hold alike, sums over ranks of 1 MiB at most and dtypes, and say which round comes next,
+# so they cannot stand inside one. What one rank cannot do there, none can.
 _AGREED = {
     "oneshot/allocation.py": ("fill_budget", "whole_rows_of"),
-    "selection/competition.py": (
-        "Ranges.are_one",
-        "Ranges.at",
-        "Ranges.bins",
-        "Ranges.hold",
-        "Ranges.largest",
-        "Ranges.of",
-        "Ranges.put",
-        "Ranges.widths",
-        "Ranges._extents",
-        "Standings.__init__",
-        "Standings.narrow_keys",
-        "Standings.narrow_positions",
-        "Standings.skip_ties",
-        "Standings.stuck",
-        "Standings.with_one_element",
-        "Standings.with_ties",
-        "Standings.without_key",
-        "Standings._narrow",
-    ),
-    "selection/counts.py": ("BinCounts.__init__", "summed_counts", "summed_values", "told_ends", "told_ranges"),
-    "selection/kth_value.py": ("select_lowest", "_check", "_count", "_thresholds"),
+    "selection/radix.py": ("select_lowest", "_narrowed", "_check", "_thresholds", "_OwnElements.__init__"),
     "selection/order.py": ("Order.last", "Order.values"),
-    "selection/quantiles.py": ("tell_quantiles",),
-    "selection/told.py": ("can_tell", "tell_keys"),
-    "selection/sampling.py": ("sample_brackets", "_fraction", "_narrowed"),
 }
 _TEXT = "an injected error"
 _START_OF_A_THREAD = threading.Thread.start.__code__

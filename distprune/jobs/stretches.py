@@ -35,7 +35,7 @@ from distprune.collectives.slow import work_together
 from distprune.jobs.journal import Item
 from distprune.jobs.unfinished import Unfinished
 from distprune.pruning.streamed import StreamedPruning
-from distprune.selection.kth_value import raise_nans
+from distprune.selection.radix import raise_nans
 from distprune.shards.geometry import Geometry
 from distprune.shards.local_shard import LocalShard, bytes_of, cut
 from distprune.shards.pieces import pieces_of, share_of, within

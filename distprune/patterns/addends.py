@@ -16,8 +16,8 @@ from distprune.collectives.agree import max_together
 from distprune.patterns.base import Ranked
 from distprune.scores.base import LocalScores, Score
 from distprune.scores.exact_sum import grid_scale, summable
-from distprune.selection.kth_value import raise_nans
 from distprune.selection.order import Order
+from distprune.selection.radix import raise_nans
 from distprune.shards.device import chunk_size, fetched
 
 VALUES = Order("value", torch.float64)  # of extremes

@@ -26,10 +26,9 @@ from distprune.collectives.base import Communicator
 from distprune.collectives.guarded import guarding
 from distprune.collectives.roster import Roster
 from distprune.scores.base import LocalScores, Score
-from distprune.selection.competition import Competition
-from distprune.selection.kth_value import Selection, select_lowest
+from distprune.selection.host import Keyed, Source
 from distprune.selection.order import Order, common_order
-from distprune.selection.scan import Entry, Keyed
+from distprune.selection.radix import Competition, Selection, select_lowest
 from distprune.shards.device import fetched, on_host
 from distprune.shards.geometry import Geometry
 from distprune.shards.local_shard import no_values
@@ -366,19 +365,17 @@ class Competing:
         """Return the competition of ``member``, and its first position there."""
         return (0, self._firsts[member]) if self.scope == "global" else (member, 0)
 
-    def entry(self, member: int, scores: Keyed, geometry: Geometry, *, owned: bool, drafts: bool = True) -> Entry:
+    def source(self, member: int, scores: Keyed, geometry: Geometry, *, owned: bool) -> Source:
         """Return what ``member`` enters into its competition."""
-        return Entry(self.ranked.roster.members[member].name, scores, geometry, owned, *self.place(member), drafts)
+        return Source(self.ranked.roster.members[member].name, scores, geometry, owned, *self.place(member))
 
     def select(
         self,
         share: Shares,
         num_gone: Sequence[int],
         order: Callable[[Sequence[int]], Order],
-        make_entries: Callable[[], Sequence[Entry]],
+        make_sources: Callable[[], Sequence[Source]],
         what: str = "",
-        *,
-        tells: bool = False,
     ) -> tuple[Selection, list[float | int | None]]:
         """Choose the ``share`` lowest of each competition. Every rank must call it.
 
@@ -393,6 +390,6 @@ class Competing:
             wanted = num_lowest(share, [names[i] for i in members], num, gone, what, of_left=self.ranked.of_left)
             name = repr(names[members[0]]) if self.scope == "tensor" else "all parameters together"
             competitions.append(Competition(name, order(members), num, wanted))
-        selection = select_lowest(self.ranked.comm, competitions, make_entries, tells=tells)
+        selection = select_lowest(self.ranked.comm, competitions, make_sources)
         thresholds = selection.thresholds
         return selection, thresholds * len(names) if self.scope == "global" else thresholds

@@ -10,17 +10,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from distprune.patterns.unit_lines import Tile, UnitLines
+from distprune.patterns.unit_lines import UnitLines
 from distprune.patterns.unit_sums import Addends, ShardUnits, UnitKeys
 from distprune.scores.base import LocalScores
 from distprune.selection.order import Order
-from distprune.shards.device import chunk_size, on_host, sent
+from distprune.shards.device import chunk_size, on_host
 from distprune.shards.geometry import Geometry, Runs, indices_of, runs_of
 from distprune.shards.local_shard import LocalShard
 from distprune.shards.matrix import LocalMatrix
@@ -95,15 +95,12 @@ class LargeUnits(Addends):
         """Hold the keys of all whole blocks from now on."""
         self._held = self._read(order, slice(0, self.geometry.local_numel))
 
-    def keys(self, order: Order, at: slice | torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        if self._held is not None:
-            return self._held[at]
-        if isinstance(at, slice) and at.step is None:
-            return self._read(order, at, out)
-        if isinstance(at, slice):
-            at = torch.arange(*at.indices(self.geometry.local_numel), device="cpu")
-        most = max(1, self._most // self._size**2)
-        return torch.cat([self._keys_at(order, numbers) for numbers in torch.split(at, most)])
+    def keys(self, order: Order, memory: Any = None) -> Iterator[Any]:  # noqa: ARG002
+        numel, step = self.geometry.local_numel, max(1, self._most // self._size**2)
+        for start in range(0, numel, step):
+            at = slice(start, min(start + step, numel))
+            keys = self._read(order, at) if self._held is None else self._held[at]
+            yield keys.numpy() if on_host(self.device) else keys
 
     def _read(self, order: Order, at: slice, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the keys of a range of whole blocks."""
@@ -120,20 +117,9 @@ class LargeUnits(Addends):
             (own,) = self._as_keys(
                 table[None, skip:][:, : stop - place], partial(self.geometry.flat_indices, place, stop), self
             )
-            keys[place - at.start : stop - at.start] = own.keys(order, slice(None))
+            keys[place - at.start : stop - at.start] = own.all_keys(order)
             place = stop
         return keys
-
-    def joined_keys(
-        self,
-        order: Order,
-        pieces: Sequence[tuple[Any, slice]],
-        out: torch.Tensor | None = None,  # noqa: ARG002
-    ) -> torch.Tensor:
-        return torch.cat([units.keys(order, at) for units, at in pieces])
-
-    def bits(self, order: Order) -> None:
-        """Return nothing: the keys have to be computed."""
 
     def _step(self, dim: int) -> int:
         """Return how many bands along ``dim`` a window has."""
@@ -166,28 +152,6 @@ class LargeUnits(Addends):
         window = ShardUnits([of_window], lines, self._matrices[i] * self._num_in_matrix + number * self._strides[dim])
         window.odd_chunks = self.odd_chunks
         return window
-
-    @cached_property
-    def _starts(self) -> list[torch.Tensor]:
-        """By dim, where each whole band begins: on the device."""
-        return [sent(torch.from_numpy(np.array(each.starts)[each.whole]), self.device) for each in self._bands]
-
-    def _keys_at(self, order: Order, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the keys of some of the whole blocks; their ``numbers`` lie on the CPU."""
-        places = sent(numbers, self.device)
-        in_band = len(self._bands[0 if self._is_turned else 1].whole)
-        num_whole = len(self._bands[0].whole) * len(self._bands[1].whole)
-        within, height_width = places % num_whole, self._first.shard.geometry.local_shape[-2:]
-        bands = [within // in_band, within % in_band]
-        bands = bands[::-1] if self._is_turned else bands
-        of_block = torch.arange(self._size, device=self.device)
-        lines, columns = (starts[band, None] + of_block for starts, band in zip(self._starts, bands, strict=True))
-        lines = lines + (places // num_whole * height_width[0])[:, None]
-        at = (lines[:, :, None] * height_width[1] + columns[:, None, :]).view(-1)
-        tile = Tile(torch.arange(len(places), device=self.device)[None, :, None], per_column=self._size**2)
-        table = self.sums([(at, tile)], len(places), self._size**2, self._scales())
-        (own,) = self._as_keys(table, partial(self.geometry.flat_indices_at, numbers), self)
-        return own.keys(order, slice(None))
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from distprune.patterns.unit_sums import (
     unit_order,
 )
 from distprune.scores.base import LocalScores
-from distprune.selection.kth_value import Selection
-from distprune.selection.scan import Entry
+from distprune.selection.host import Source
+from distprune.selection.radix import Selection
 from distprune.shards.device import batches, fetched, sent
 from distprune.shards.geometry import Geometry, Runs, runs_of
 from distprune.shards.local_shard import LocalShard
@@ -209,7 +209,7 @@ class OwnUnits:
             left[member] += num
 
     @cached_property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[Source]:
         """Return what competes: the whole units of each of this rank's shards, then the cut ones that it decides."""
         found = []
         for part, tables in zip(self.parts, self._tables, strict=True):
@@ -233,14 +233,12 @@ class OwnUnits:
         selection.decide(entries, outs)
         return [out.numpy() for out in outs]
 
-    def large_entries(self) -> list[Entry]:
+    def large_entries(self) -> list[Source]:
         """Return what competes of the whole units whose tables are not held."""
         for member, part in self._others:
             if member in self._has_keys:
                 part.hold(unit_order(self._ranked.score))
-        return [
-            self.competing.entry(i, part, part.geometry, owned=part.owned, drafts=False) for i, part in self._others
-        ]
+        return [self.competing.source(i, part, part.geometry, owned=part.owned) for i, part in self._others]
 
     def _entries(
         self,
@@ -251,11 +249,11 @@ class OwnUnits:
         part: Addends | None,
         *,
         owned: bool,
-    ) -> list[Entry]:
+    ) -> list[Source]:
         """Return what ``members``, of as many units of equal sizes each, enter: those numbered ``ids``."""
         geometry = Geometry((self.numels[members[0]],), (runs,))
         return [
-            self.competing.entry(member, keys, geometry, owned=owned)
+            self.competing.source(member, keys, geometry, owned=owned)
             for member, keys in zip(
                 members, self._keys(members, tables, lambda: torch.from_numpy(ids), part), strict=True
             )
@@ -341,7 +339,7 @@ class OwnUnits:
         if (keys := window.keys) is None:
             table = units.table(self._scales([member]))[:, units.lines.whole_there]
             (own,) = self._keys([member], table, lambda: torch.from_numpy(units.whole_ids), units)
-            keys = own.keys(order, slice(None))
+            keys = own.all_keys(order)
         competition, first = self.competing.place(member)
         geometry = Geometry((self.numels[member],), (units.lines.whole_runs,))
         return selection.stays(keys, competition, geometry, first + units.shift)

@@ -6,7 +6,7 @@ The sums of their elements' scores are the same in any order, on a grid common t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,9 +20,9 @@ from distprune.patterns.inquiry import Question
 from distprune.patterns.unit_lines import IntArray, Tile, UnitLines
 from distprune.scores.base import LocalScores, Score
 from distprune.scores.exact_sum import grid_scale, summable
-from distprune.selection.kth_value import raise_nans
 from distprune.selection.order import Order
-from distprune.shards.device import count_true, fetched, is_small
+from distprune.selection.radix import raise_nans
+from distprune.shards.device import count_true, fetched, is_small, on_host
 
 VALUES = Order("value", torch.float64)  # of extremes
 SUM, NUM_INFINITE, NUM_GONE, NUM_COLUMNS = 0, 1, 2, 3  # of a table of units; those of minus infinity count -1
@@ -271,7 +271,7 @@ def sums_of(table: torch.Tensor, score: Score, *, may_be_odd: bool = True) -> to
 
 @dataclass(frozen=True)
 class UnitKeys:
-    """The units of one member on this rank, as they compete. See ``selection/scan.py``."""
+    """The units of one member on this rank, as they compete. See ``selection/host.py``."""
 
     values: torch.Tensor  # what they are ranked by
     is_gone: torch.Tensor
@@ -280,17 +280,10 @@ class UnitKeys:
     def device(self) -> torch.device:
         return self.values.device
 
-    def keys(self, order: Order, at: slice | torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
-        return order.keys(self.values[at]).masked_fill_(self.is_gone[at], order.gone)
+    def keys(self, order: Order, memory: Any = None) -> Iterator[Any]:  # noqa: ARG002
+        keys = self.all_keys(order)
+        yield keys.numpy() if on_host(self.device) else keys
 
-    def joined_keys(
-        self, order: Order, pieces: Sequence[tuple[Any, slice]], out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        if not all(isinstance(units, UnitKeys) for units, _ in pieces):
-            return torch.cat([units.keys(order, at) for units, at in pieces])
-        values = torch.cat([units.values[at] for units, at in pieces])
-        is_gone = torch.cat([units.is_gone[at] for units, at in pieces])
-        return order.keys(values, out).masked_fill_(is_gone, order.gone)
-
-    def bits(self, order: Order) -> None:
-        """Return nothing: the keys have to be computed."""
+    def all_keys(self, order: Order) -> torch.Tensor:
+        """Return all keys: new."""
+        return order.keys(self.values).masked_fill_(self.is_gone, order.gone)

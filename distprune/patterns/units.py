@@ -62,8 +62,7 @@ class UnitPattern(Pattern):
 
     @override
     def choose(self, ranked: Ranked) -> Choice:
-        """Every rank must call it. Rounds: one for the census, one for the grid, and one of all units' scores where
-        there are 16,381 at most, else those of ``select_lowest``.
+        """Every rank must call it. Rounds: one for the census, one for the grid, and those of ``select_lowest``.
 
         The grid takes 8 bytes a parameter; random scores need none. One more round counts the units that are left, if
         shares are of what is left and something is gone. Three more where ranks hold parts of units: sizes; 32 bytes
@@ -83,7 +82,7 @@ class UnitPattern(Pattern):
             num_cut=lambda each: not self.numbers_weights(each.shard) if of_one_weight else own.num_cut(each),
         )
         if of_one_weight and not any(num_cut):
-            return choose_elements(ranked, self.sparsity, self.scope, gone_before, self.what, tells=True)
+            return choose_elements(ranked, self.sparsity, self.scope, gone_before, self.what)
         if of_one_weight:
             num_cut = []  # none is
         if not score.scores_units:
@@ -102,7 +101,6 @@ class UnitPattern(Pattern):
             lambda _: order,
             lambda: [*own.entries, *own.large_entries()],
             self.what,
-            tells=True,
         )
         scales: Sequence[int | None] = own.scales or [None] * len(members)
         thresholds = [_threshold(key, scale, score, order) for key, scale in zip(keys, scales, strict=True)]

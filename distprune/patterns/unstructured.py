@@ -13,7 +13,7 @@ from distprune.patterns.base import Choice, Competing, Pattern, Ranked, Scope, S
 from distprune.patterns.census import take_census
 from distprune.patterns.within_rows import PerRow
 from distprune.scores.base import LocalScores
-from distprune.selection.scan import Entry
+from distprune.selection.host import Source
 from distprune.shards.matrix import Matrix
 
 
@@ -73,25 +73,20 @@ class Unstructured(Pattern):
         return PerRow(self.sparsity)
 
 
-def choose_elements(
-    ranked: Ranked, share: Shares, scope: Scope, num_gone: Sequence[int], what: str = "", *, tells: bool = False
-) -> Choice:
+def choose_elements(ranked: Ranked, share: Shares, scope: Scope, num_gone: Sequence[int], what: str = "") -> Choice:
     """Return the choice of the ``share`` lowest elements. Every rank must call it, after the census.
 
     Arguments, rounds and errors are those of :meth:`Competing.select`.
     """
     competing = Competing(ranked, scope, ranked.numels)
 
-    def entry(scores: LocalScores) -> Entry:
-        shard = scores.shard
-        return competing.entry(ranked.index[shard.name], scores, shard.geometry, owned=shard.owned)
+    def sources(scores: Sequence[LocalScores]) -> list[Source]:
+        shards = [(each, each.shard) for each in scores]
+        return [competing.source(ranked.index[s.name], each, s.geometry, owned=s.owned) for each, s in shards]
 
-    def entries() -> list[Entry]:
-        return [entry(scores) for scores in ranked.scores]
-
-    selection, thresholds = competing.select(share, num_gone, ranked.order, entries, what, tells=tells)
+    selection, thresholds = competing.select(share, num_gone, ranked.order, lambda: sources(ranked.scores), what)
 
     def decide_all(scores: Sequence[LocalScores], outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return selection.decide([entry(each) for each in scores], outs)
+        return selection.decide(sources(scores), outs)
 
     return Choice(thresholds, lambda scores, out: decide_all([scores], [out])[0], decide_all)

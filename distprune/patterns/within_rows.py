@@ -214,7 +214,7 @@ class _UnitRule:
 
         Where weights regrow, the bits of keys of what is gone are inverted.
         """
-        keys = scores.keys(self.order, at, memory)
+        keys = scores.keys_at(self.order, at, memory)
         if (is_gone := self._gone(keys)) is not None:
             counts[1] += count_true(is_gone)
         if not on_host(keys.device) or (len(keys) and keys.numpy().max() > self.order.last):

@@ -9,7 +9,7 @@ import torch
 from distprune.collectives.agree import sum_together
 from distprune.patterns.base import Choice, Ranked
 from distprune.scores.base import count_unread_nans
-from distprune.selection.kth_value import raise_nans
+from distprune.selection.radix import raise_nans
 
 
 def choose_masks(

@@ -28,9 +28,8 @@ class StreamedPruning:
     which says what ``request`` may ask for and what is raised; ``request.of`` was found on the meta device.
 
     What is read to choose: nothing where groups and rows are decided by themselves. Where elements compete, all of it
-    as ``select_lowest`` does: a sample, which meets every page, one read of the scores, and one of the places where
-    many tie (16-bit weights do); blocks and channels, twice. Memory beside the files: a few pieces, 24 MiB of
-    undecided scores, and 32 MiB of what blocks add up to.
+    twice, as ``select_lowest`` does, and once more where many tie (16-bit weights do); blocks and channels, twice.
+    Memory beside the files: a few pieces, 24 MiB of undecided scores, and 32 MiB of what blocks add up to.
     """
 
     def __init__(self, comm: Communicator, request: Request, values: Mapping[str, torch.Tensor]) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Literal, final
 
+import numpy as np
 import torch
 from typing_extensions import override
 
@@ -209,8 +210,32 @@ class LocalScores:
     def _if_any(self, gone: torch.Tensor) -> torch.Tensor | None:
         return gone if not on_host(self.device) or gone.numpy().any() else None
 
-    def keys(self, order: Any, at: slice | torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the keys (see ``selection/order.py``) of the elements at ``at``, 1-D: new, or in ``out``."""
+    def keys(self, order: Any, memory: Any = None) -> Iterator[Any]:
+        """Yield the keys (see ``selection/order.py``) of all elements, chunk by chunk, in local order.
+
+        On the host arrays, which may be in the memory of the one before, or in ``memory``; on a device tensors.
+        """
+        mask = order.mask_of_bits(self.shard.local.dtype) if self.score.is_weight else None
+        if mask is not None and (order.zeros_gone or self.gone is None) and self._array is not None:
+            array, step = self._array, chunk_size(self.device)
+            if len(array) <= step:
+                yield np.bitwise_and(array, mask, out=memory)
+                return
+            memory = np.empty(step, array.dtype)
+            for start in range(0, len(array), step):
+                bits = array[start : start + step]
+                yield np.bitwise_and(bits, mask, out=memory[: len(bits)])
+            return
+        for start, stop in self.chunks():
+            keys = self.keys_at(order, slice(start, stop))
+            yield keys.numpy() if on_host(self.device) else keys
+
+    @cached_property
+    def _array(self) -> Any:
+        return as_array(self.shard.local)
+
+    def keys_at(self, order: Any, at: slice | torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the keys of the elements at ``at``, 1-D: new, or in ``out``."""
         return self._gone_first(order, order.keys(self.values(at), out), lambda: self.is_gone(at))
 
     def _gone_first(self, order: Any, keys: torch.Tensor, is_gone: Callable[[], torch.Tensor | None]) -> torch.Tensor:
@@ -235,27 +260,6 @@ class LocalScores:
             none = torch.zeros((), dtype=torch.bool, device=self.device)
             gone = torch.cat([none.expand(n) if g is None else g for g, n in found])
         return self._if_any(gone)
-
-    def joined_keys(
-        self, order: Any, pieces: Sequence[tuple[LocalScores, slice]], out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return the keys of ``pieces`` of several small shards, as :meth:`keys`: this one's first."""
-        keys = order.keys(self.joined_values(pieces), out)
-        return self._gone_first(order, keys, lambda: self.joined_gone(pieces))
-
-    def bits(self, order: Any) -> tuple[Any, Any] | None:
-        """Return the bits of the weights, 1-D, on the host, a view, and what makes them keys by ``&``.
-
-        ``None`` where keys have to be computed.
-        """
-        if not self.score.is_weight or not (order.zeros_gone or self.gone is None):
-            return None
-        mask = order.mask_of_bits(self.shard.local.dtype)
-        return None if mask is None or self._array is None else (self._array, mask)
-
-    @cached_property
-    def _array(self) -> Any:
-        return as_array(self.shard.local)
 
 
 def local_scores(

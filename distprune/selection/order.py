@@ -63,6 +63,21 @@ class Order:
         return torch.iinfo(self.key_dtype).max
 
     @property
+    def has_nans(self) -> bool:
+        return self.value_dtype.is_floating_point
+
+    @cached_property
+    def num_bits(self) -> int:
+        """How many bits unsigned keys have, those of NaNs included."""
+        most = self._magnitude if self.ordered_by == "magnitude" else self.last + self.value_dtype.is_floating_point
+        return (most - self.gone).bit_length()
+
+    def unsigned(self, keys: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.unsignedinteger]:
+        """Return ``keys``, on the host, as unsigned numbers, of which what is gone has 0: new, or a view."""
+        found = keys.view(f"u{keys.itemsize}")
+        return found - found.dtype.type(self.gone % (1 << 8 * keys.itemsize)) if self.gone else found
+
+    @property
     def gone(self) -> int:
         """The key of what was pruned before."""
         return self.first - 1

@@ -59,7 +59,7 @@ def traffic(call: str, num_tensors: int = 1, num_columns: int = 48, again: bool 
     [
         ("identity", 2),
         ("custom_from_mask", 2),  # the second: the masks, which are the same on replicas
-        ("l1_unstructured", 6),  # without ties
+        ("l1_unstructured", 5),  # without ties
         ("random_unstructured", 5),  # 6 by other seeds, about as often
         ("ln_structured", 5),  # the grid, the table, and whether all could sort it
         ("ln_structured, inf", 6),
@@ -73,18 +73,17 @@ def test_rounds(call: str, num_rounds: int) -> None:
 @pytest.mark.parametrize("call", ["each l1", "each ln", "global l1"])
 def test_many_tensors_take_the_rounds_of_one(call: str) -> None:
     one, many = traffic(call, 2), traffic(call, 40)
-    assert one[0] <= many[0] <= one[0] + 1 <= 10  # there may be one more competition that is down to one element
+    assert one[0] <= many[0] <= one[0] + 2 <= 14  # digits are narrower
     if call == "global l1":
-        assert many[1] - one[1] < 38 * 24 + 20_000  # the census; with more elements, fewer counts share a word
-    else:
-        assert many[1] < 40 * 10 * 16 * 1024
+        assert many[1] - one[1] == 38 * 24  # the census, and what is reported
+    assert many[1] < many[0] << 20
 
 
 @pytest.mark.parametrize("call", ["l1_unstructured", "global l1", "each l1"])
 def test_bytes_do_not_grow_with_the_elements(call: str) -> None:
     small, large = traffic(call, 2, 48), traffic(call, 2, 4800)
     assert small[0] == large[0] <= 10
-    assert max(small[1], large[1]) <= 2 * 64 * 1024  # fewer counts share a word where there are more elements
+    assert max(small[1], large[1]) <= small[0] << 20
 
 
 def test_channels_travel_and_nothing_else_grows() -> None:

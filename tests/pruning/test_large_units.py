@@ -14,7 +14,6 @@ import distprune as prune
 from distprune.collectives.alone import Alone
 from distprune.patterns import large_units, own_units
 from distprune.patterns.block import Block
-from distprune.selection import told
 from distprune.shards.geometry import Geometry
 from distprune.shards.local_shard import LocalShard, Ownership
 from distprune.shards.matrix import Matrix
@@ -34,7 +33,6 @@ def no_tables(request: pytest.FixtureRequest) -> Iterator[pytest.MonkeyPatch]:
         for name, value in (("_TABLES", -1), ("_FEW", 0), ("_KEYS", request.param)):
             patch.setattr(own_units, name, value)
         patch.setattr(large_units, "_UNITS", 4)
-        patch.setattr(told, "_MOST", 0)  # their scores are counted
         yield patch
 
 

@@ -19,7 +19,6 @@ import distprune as prune
 from distprune import Block, Channels, NByM, PerRow, Unstructured
 from distprune.patterns import unit_lines
 from distprune.patterns.base import Pattern
-from distprune.selection import told
 from distprune.selection.highest import keep_highest_per_group
 from distprune.shards import device
 from distprune.shards.geometry import Geometry
@@ -125,8 +124,6 @@ def test_scores_and_patterns_of_ones_own(layout: Layout, world_size: int, combin
 @pytest.mark.sampled(4)
 def test_lines_of_units_and_parts_of_them(monkeypatch: pytest.MonkeyPatch, name: str, worth: int) -> None:
     monkeypatch.setattr(unit_lines, "_WORTH", worth)
-    if worth:
-        monkeypatch.setattr(told, "_MOST", 0)  # their scores are counted
     monkeypatch.setattr(device, "_HOST_CHUNK", 7)
     layout = next(layout for layout in LAYOUTS if layout.name == name)
     num_ranks = 4 if 4 in layout.world_sizes else 2
@@ -379,6 +376,5 @@ def test_whole_groups_and_rows_are_not_communicated() -> None:
 def test_blocks() -> None:
     whole, cut = traffic(Block(4, 0.5), 0, 48), traffic(Block(4, 0.5), 1, 52)
     assert cut[0] == whole[0] + 3
-    assert whole[0] == 1 + 1 + 1 + 1 + 1
-    scores = 8 * 16  # of 16 blocks more
-    assert 0 < cut[1] - whole[1] == 16 + 16 + 16 * 32 + 16 + 16 + scores  # 16 cut blocks, and what became of them
+    assert whole[0] == 1 + 1 + 1 + 4 + 1
+    assert 0 < cut[1] - whole[1] == 16 + 16 + 16 * 32 + 16 + 16  # 16 cut blocks, and what became of them

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import distprune as prune
-from distprune.selection import quantiles
 from tests.worlds import run_threads
 
 NUM = 7
@@ -51,10 +50,9 @@ def masks(model: nn.Module, call: dict[str, Any], include: str = "*") -> dict[st
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("call", CALLS, ids=[str(i) for i in range(len(CALLS))])
-def test_together_as_alone(call: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_together_as_alone(call: dict[str, Any], dtype: torch.dtype) -> None:
     model = made(dtype)
     alone = {name: mask for i in range(NUM) for name, mask in masks(model, call, f"p{i}").items()}
-    monkeypatch.setattr(quantiles, "_MANY", 2)
 
     def on_rank(_: int) -> None:
         mesh, sharded = init_device_mesh("cpu", (2,)), nn.Module()

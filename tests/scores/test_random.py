@@ -86,6 +86,6 @@ def test_parameters_of_more_than_2_to_the_32_elements() -> None:
 def test_what_is_gone_comes_first() -> None:
     weight = torch.tensor([1.0, 0.0, -0.0, 2.0])
     order = Order("value", torch.int32)
-    keys = LocalScores(local_shard("w", weight), Random(0), {}, weight).keys(order, slice(0, 4))
+    keys = LocalScores(local_shard("w", weight), Random(0), {}, weight).keys_at(order, slice(0, 4))
     assert (keys == order.gone).tolist() == [False, True, True, False]
-    assert (LocalScores(local_shard("w", weight), Random(0)).keys(order, slice(0, 4)) >= 0).all()
+    assert (LocalScores(local_shard("w", weight), Random(0)).keys_at(order, slice(0, 4)) >= 0).all()
