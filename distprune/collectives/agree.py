@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 
@@ -69,7 +69,8 @@ def swap_unknown(comm: Communicator, make: Callable[[], Mapping[int, torch.Tenso
     words = [_WORD] * comm.size
     own = torch.tensor(sizes, dtype=torch.int64, device="cpu").view(torch.uint8)
     told = comm.swap(own, words, words).view(torch.int64).tolist()
-    _raise_errors(comm, min(told) < 0, error)
+    if min(told) < 0:
+        _raise_errors(comm, error)
     return _parted(comm.swap(joined, sizes, told), told)
 
 
@@ -103,7 +104,8 @@ def swap_known(
         sent.fill_(1)
     received = comm.swap(sent, sent_sizes, sizes_coming)
     flags = torch.tensor(_starts(sizes_coming), dtype=torch.int64, device=device)
-    _raise_errors(comm, bool(received[flags].any()), error)
+    if received[flags].any():
+        _raise_errors(comm, error)
     return _parted(received, coming, _WORD)
 
 
@@ -201,17 +203,16 @@ def _reduce_together(
         error = as_told(caught)
         message.zero_()[-1] = 1
     reduced = reduce(message)
-    _raise_errors(comm, bool(reduced[-1]), error)
+    if reduced[-1]:
+        _raise_errors(comm, error)
     return reduced[:-1].view(tuple(shape))
 
 
-def _raise_errors(comm: Communicator, any_failed: bool, error: Exception | None) -> None:
+def _raise_errors(comm: Communicator, error: Exception | None) -> NoReturn:
     """Raise this rank's ``error``, or that of the first rank which has one.
 
     Two rounds, of its text, and of its traceback if nobody expected it.
     """
-    if not any_failed:
-        return
     texts = comm.gather(None if error is None else [_carried_type(error).__name__, _text(error), trace_of(error)])
     if error is None:
         source, (name, text, trace) = next((rank, entry) for rank, entry in enumerate(texts) if entry is not None)

@@ -1,8 +1,8 @@
 """The door to the other ranks: what every implementation offers, and what it counts.
 
-Nouns: a *round* is one collective as its caller sees it; *bytes* are what one rank hands over or is
-handed in that round, whichever is more, before the backend's own algorithm. Messages are small by
-design (at most a few hundred KiB), so tensors travel through host memory unless the backend cannot.
+Nouns: a *round* is one collective as its caller sees it; its *bytes* are the larger of what one rank sends and
+receives, as the caller sees it. Messages are small by design (at most a few hundred KiB), so tensors travel through
+host memory unless the backend cannot.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self, final
 
 import torch
@@ -171,14 +172,10 @@ def _marking(mark: str) -> Iterator[None]:
         raise
 
 
-def communicating() -> AbstractContextManager[None]:
-    """Mark what the body raises: the ranks may no longer meet."""
-    return _marking(_FAILED)
-
-
-def out_of_step() -> AbstractContextManager[None]:
-    """Mark what the body raises: the other ranks may be waiting in a collective that this one has left."""
-    return _marking(_OUT_OF_STEP)
+# Mark what the body raises: the ranks may no longer meet.
+communicating = partial(_marking, _FAILED)
+# Mark what the body raises: the other ranks may be waiting in a collective that this one has left.
+out_of_step = partial(_marking, _OUT_OF_STEP)
 
 
 def as_told(error: BaseException) -> Exception:

@@ -55,6 +55,11 @@ class Found:
     left_out: Mapping[str, str] = field(default_factory=dict)
     evidence: Mapping[str, int] = field(default_factory=dict)  # checksums by name: see ``Member``
 
+    @property
+    def lacks_blocks(self) -> bool:
+        """Whether nothing is pruned by default if another rank has decoder blocks."""
+        return self.by_default and not self.has_blocks
+
     def name_of(self, key: str) -> str | None:
         """Return the name here of the parameter that a wrapped model calls ``key``; ``None``: there is none."""
         for name in (key, _clean(key), _clean(key).removeprefix("module."), _clean(key).removesuffix("_orig")):

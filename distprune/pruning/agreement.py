@@ -89,7 +89,7 @@ def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T
             members.append(Member(shard.name, shard.shape, str(shard.local.dtype), shard.layout, evidence))
         lists = [[m.name, m.global_shape, m.dtype, m.layout and m.layout.name, m.evidence] for m in members]
         num_matches = [num for _, num in found.patterns]
-        return [facts, num_matches, found.num_parameters, _lacks_blocks(found), lists]
+        return [facts, num_matches, found.num_parameters, found.lacks_blocks, lists]
 
     def draw() -> int:
         return int(torch.randint(1 << 62, (), device="cpu")) if looked[0][2].needs_seed else 0
@@ -107,15 +107,11 @@ def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T
         )
 
     *num_matches, num_with_blocks = sum_together(comm, (len(found.patterns) + 1,), count).tolist()
-    leaves_out = _lacks_blocks(found) and num_with_blocks > 0
+    leaves_out = found.lacks_blocks and num_with_blocks > 0
     roster = roster_of_all(comm, [] if leaves_out else members)
     patterns = [(pattern, num) for (pattern, _), num in zip(found.patterns, num_matches, strict=True)]
     found = dataclasses.replace(found, patterns=patterns, shards=[] if leaves_out else found.shards)
     return Agreed(comm, roster, score, found, None), rest
-
-
-def _lacks_blocks(found: Found) -> bool:
-    return found.by_default and not found.has_blocks
 
 
 def agree_on_model(

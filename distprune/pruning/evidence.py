@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -62,18 +63,14 @@ def check_names(given: GivenEvidence, agreed: Agreed) -> None:
 def checksums(given: GivenEvidence, shards: Sequence[LocalShard]) -> dict[str, int]:
     """Return a checksum of what was given whole, of each shard that is a part. Local: one wait for a device."""
     wholes: dict[str, list[torch.Tensor]] = {}
-    for shard in shards:
-        tensors = [of_name[shard.name] for of_name in given.values() if shard.name in of_name]
-        if isinstance(shard.tensor, DTensor):
-            parameter = shard.tensor
-            whole = [tensor for tensor in tensors if not is_laid_out_like(tensor, parameter)]
-        else:
-            whole = tensors if shard.original_shape else []  # FSDP1
-        if whole:
-            wholes[shard.name] = [local_of(tensor.detach()) for tensor in whole]
-    if not wholes:
-        return {}
-    return dict(zip(wholes, map(int, fetched([checksum(tensors) for tensors in wholes.values()])), strict=True))
+    for shard, of_name in itertools.product(shards, given.values()):
+        if (tensor := of_name.get(shard.name)) is None:
+            continue
+        is_sharded = isinstance(shard.tensor, DTensor) or shard.original_shape is not None  # FSDP1
+        if is_sharded and not (isinstance(shard.tensor, DTensor) and is_laid_out_like(tensor, shard.tensor)):
+            wholes.setdefault(shard.name, []).append(local_of(tensor.detach()))
+    sums = fetched([checksum(tensors) for tensors in wholes.values()])
+    return dict(zip(wholes, map(int, sums), strict=True))
 
 
 def local_evidence(

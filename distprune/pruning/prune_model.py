@@ -242,11 +242,12 @@ class Choosing:
             score = with_seed(as_score(request.score), request.seed)
             pattern = as_pattern(request.pattern, request.sparsity, request.scope)
             found = request.find()
-            given.update(given_by_name(request.evidence or {}, found))
-            sums = checksums(given, found.shards)
+            if request.evidence is not None:
+                given.update(given_by_name(request.evidence, found))
+                found = dataclasses.replace(found, evidence=checksums(given, found.shards))
             shards = [fitted(pattern, shard, shard.name) for shard in found.shards]
             shards = shards if shard_of is None else [shard_of(pattern, shard) for shard in shards]
-            return dataclasses.replace(found, shards=shards, evidence=sums), request.facts(), score, pattern
+            return dataclasses.replace(found, shards=shards), request.facts(), score, pattern
 
         def make_scores() -> list[LocalScores]:
             shards = agreed.shards()
