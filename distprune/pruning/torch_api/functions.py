@@ -35,7 +35,7 @@ from distprune.scores.magnitude import Magnitude
 from distprune.shards.checksum import checksum
 from distprune.shards.device import fetched
 from distprune.shards.fsdp2 import Fsdp2Params
-from distprune.shards.layouts import dtensor_like, local_of
+from distprune.shards.layouts import local_of
 from distprune.shards.local_shard import LocalShard
 
 Parameter: TypeAlias = tuple[nn.Module, str]  # a module, and the parameter's name in it
@@ -273,31 +273,24 @@ def shard_masks(model: nn.Module, *, group: Group = None) -> nn.Module:
     Call it after ``fully_shard`` or ``parallelize_module`` on a pruned model, by distprune or by
     ``torch.nn.utils.prune``: every rank keeps its own part of each mask, one byte an element, and the
     rest of this module goes on from there. (Pruning such a parameter again does the same for it.) Masks
-    that are in place already are left alone. Every rank of ``group`` must call it; two rounds.
+    that are in place already are left alone. Every rank of ``group`` must call it; one round.
 
     Raises:
         ValueError: on every rank: masks that differ between ranks, or hold other values than 0 and 1.
     """
-    comm = communicator(group)
 
-    def look() -> tuple[Found, Facts, Score, list[Target]]:
+    def look() -> tuple[Found, Facts, Score, list[tuple[Target, torch.Tensor]]]:
         targets = find_targets(_with_whole_masks(model))
         for target in targets:
             check_binary(target.label, target.whole_mask)
         shards = [target.shard for target in targets if target.shard is not None]
         masks = [target.whole_mask for target in targets if target.whole_mask is not None]
-        sums = [checksum([local_of(mask)]) for mask in masks if not mask.is_meta]
-        told = facts(targets, [int(number) for number in fetched(sums)])
-        return Found(shards), told, Magnitude(), targets
+        sums = fetched([checksum([local_of(mask)]) for mask in masks if not mask.is_meta])
+        parts = [(target, target.next_mask(target.mask, "global")) for target in targets]
+        return Found(shards), facts(targets, [*map(int, sums)]), Magnitude(), parts
 
-    _, targets = agree_on(comm, look)
-    made: list[torch.Tensor] = []
-    with together(comm):
-        for target in targets:
-            assert isinstance(target.original, DTensor)
-            assert target.mask is not None
-            made.append(dtensor_like(target.original, target.mask))
-    for target, mask in zip(targets, made, strict=True):
+    _, parts = agree_on(communicator(group), look)
+    for target, mask in parts:
         place(target, mask, None)
     return model
 
