@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import final
 
 import numpy as np
 import torch
 from typing_extensions import override
 
+from distprune.collectives.agree import sum_together
+from distprune.patterns.addends import agree_on_grid, score_of
 from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares, check_share
-from distprune.patterns.inquiry import home_of
-from distprune.patterns.unit_lines import UnitLines
-from distprune.patterns.units import UnitPattern
-from distprune.shards.geometry import Geometry
-from distprune.shards.local_shard import LocalShard
-from distprune.shards.matrix import LocalMatrix, Matrix
+from distprune.patterns.census import take_census
+from distprune.patterns.own_blocks import OwnBlocks
+from distprune.patterns.unstructured import choose_elements
+from distprune.scores.base import LocalScores
+from distprune.shards.device import count_true
+from distprune.shards.matrix import Matrix
 
 
 @final
 @dataclass(frozen=True)
-class Block(UnitPattern):
+class Block(Pattern):
     """The lowest ``sparsity`` (a fraction, or a number) of the blocks of ``size`` x ``size`` weights.
 
     >>> layer = torch.nn.Linear(4, 4)
@@ -37,8 +38,6 @@ class Block(UnitPattern):
         TypeError: ``size`` is not an int, or ``sparsity`` not a number.
         ValueError: ``size`` is less than 1, or ``sparsity`` out of range.
     """
-
-    what = " (blocks)"
 
     size: int
     sparsity: Shares
@@ -77,65 +76,64 @@ class Block(UnitPattern):
             )
 
     @override
-    def num_units(self, shape: Sequence[int]) -> int:
-        return math.prod(shape) // self.size**2
-
-    @override
     def choose(self, ranked: Ranked) -> Choice:
-        """As ``UnitPattern.choose``; of scores that are summed alone."""
-        if ranked.score.combined_by != "sum":
-            kind = ranked.score.combined_by
-            raise NotImplementedError(f"blocks are ranked by sums; {ranked.score!r} takes a {kind}imum")
-        return super().choose(ranked)
+        """Every rank must call it. Rounds: one for the census, one for the grid, and those of ``select_lowest``.
 
-    @property
-    @override
-    def side(self) -> int:
-        return self.size
+        The grid takes 8 bytes a parameter; random scores need none. One more round counts the blocks that are left, if
+        shares are of what is left and something is gone. Three more where shard edges cut blocks (see ``CutBands``): 24
+        bytes for each cut block, 16 for each run of their numbers, and one bit a block back. Blocks of one weight
+        compete as weights do: then there is no grid.
 
-    @override
-    def numbers_weights(self, shard: LocalShard) -> bool:
-        return not shard.as_matrix().transposed
-
-    @override
-    def lines_of(self, shard: LocalShard, size: int) -> UnitLines:
-        matrix, num_rows = shard.as_matrix(), shard.as_matrix().num_rows
-        num_across = max(matrix.num_in // self.size, 1)
-        local, first = _lines(shard.geometry, matrix)
-        rows, row, num_of_rows = np.unique(local.rows // self.size, return_inverse=True, return_counts=True)
-        columns, column, num_of_columns = np.unique(local.columns // self.size, return_inverse=True, return_counts=True)
-        of_rows, of_columns = torch.from_numpy(row * len(columns)), torch.from_numpy(column)
-        if local.num_local_out is None:
-            lines = of_rows, of_columns[None], first
-        else:
-            lines = of_columns, of_rows.view(-1, local.num_local_out), first
-        return UnitLines(
-            (shard.geometry, shard.local.device),
-            (rows[:, None] * num_across + columns).reshape(-1),
-            lines,
-            size,
-            (num_of_rows[:, None] * num_of_columns).reshape(-1) if first is None else None,
-            lambda ids, num_ranks: home_of(ids // num_across * self.size, 0, num_rows, num_ranks),
+        Sums are kept: 9 bytes a block.
+        """
+        score, members = ranked.score, ranked.roster.members
+        if score.combined_by != "sum":
+            raise NotImplementedError(f"blocks are ranked by sums; {score!r} takes a {score.combined_by}imum")
+        ranked.order(range(len(members)))  # raises alike on all ranks
+        is_of_one = self.size == 1 and not score.descending
+        blocks = OwnBlocks(ranked, self.size)
+        # Weights that are kept transposed are numbered otherwise than their blocks.
+        gone_before, num_cut = take_census(
+            ranked,
+            counts_gone=ranked.of_left,
+            num_cut=lambda each: each.shard.as_matrix().transposed if is_of_one else blocks.num_cut(each),
         )
+        if is_of_one and not any(num_cut):
+            return choose_elements(ranked, self.sparsity, self.scope, gone_before, " (blocks)")
+        if not score.scores_units:
+            sizes = [self.size**2] * len(members)
+            blocks.grid = agree_on_grid(ranked, sizes, lambda: blocks.addends, together=self.scope == "global")
+        if any(num_cut):
+            blocks.cut.bring(range(len(members)), blocks.cut_part)
+        num_gone = [0] * len(members)
+        if ranked.of_left and any(gone_before):
+            num_gone = sum_together(ranked.comm, (len(members),), blocks.count_gone).tolist()
+        choice = choose_elements(blocks.as_elements(), self.sparsity, self.scope, num_gone, " (blocks)")
+        answers = blocks.cut.back(lambda: blocks.decide_cut(choice)) if any(num_cut) else {}
+        stays_on = cache(lambda device: blocks.stays(choice, answers, device))
 
+        def decide(scores: LocalScores, out: torch.Tensor) -> torch.Tensor:
+            counts, member = torch.zeros(3, dtype=torch.int64, device=out.device), ranked.index[scores.shard.name]
+            for part, own, stays in zip(
+                blocks.of(scores), blocks.of(blocks.scores[member]), stays_on(out.device)[member], strict=True
+            ):
+                if part is not own:  # a piece of a shard, on the host
+                    lines, columns = (
+                        np.searchsorted(all_bands.numbers, bands.numbers)
+                        for all_bands, bands in ((own.lines, part.lines), (own.columns, part.columns))
+                    )
+                    stays = stays[lines[:, None], columns]
+                for at, bands in part.chunks(out.device):
+                    part.spread(bands, stays, out[at])
+                    if not ranked.regrows and (gone := scores.is_gone(at)) is not None:
+                        torch.gt(out[at], gone, out=out[at])  # and not
+                        counts[1] += count_true(gone)
+            counts[0] = len(out) - count_true(out)
+            return counts
 
-def _lines(geometry: Geometry, matrix: Matrix) -> tuple[LocalMatrix, int | None]:
-    """Return the lines that local elements fill, and ``first`` of :class:`UnitLines`.
-
-    Of a stretch of the flattened parameter: all the rows that it touches, of which it may hold only parts.
-    """
-    if not geometry.local_numel:
-        return LocalMatrix(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), None), None
-    if (local := LocalMatrix.of(geometry, matrix)) is not None:
-        return local, None
-    ends = geometry.flat_indices_at(torch.tensor([0, geometry.local_numel - 1], dtype=torch.int64, device="cpu"))
-    if matrix.transposed:
-        low, high = (ends // matrix.num_out).tolist()  # lines, of all matrices
-        first, last = low // matrix.num_in, high // matrix.num_in
-        columns = np.arange(matrix.num_in)
-        if first == last:
-            columns = columns[low % matrix.num_in : high % matrix.num_in + 1]
-        rows = np.arange(first * matrix.num_out, (last + 1) * matrix.num_out)
-        return LocalMatrix(rows, columns, matrix.num_out), (first * matrix.num_in + int(columns[0])) * matrix.num_out
-    low, high = matrix.place(ends)[0].tolist()
-    return LocalMatrix(np.arange(low, high + 1), np.arange(matrix.num_in), None), low * matrix.num_in
+        grid = blocks.grid
+        thresholds = [
+            score_of(key, score, None if grid is None else grid.scales[member])
+            for member, key in enumerate(choice.thresholds)
+        ]
+        return Choice(thresholds, decide)

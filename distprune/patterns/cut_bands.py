@@ -101,6 +101,11 @@ class CutBands:
             found[member].append(told)
         return found
 
+    def first_band(self, member: int, num_bands: int) -> int:
+        """Return the first of the bands of ``member`` whose home is this rank. Local."""
+        homes = self._roster.holders(member)
+        return _first_band(homes.index(self._comm.rank), len(homes), num_bands)
+
     def back(self, decide: Callable[[], Mapping[int, Sequence[BoolArray]]]) -> dict[int, list[Answer]]:
         """Return by member what stays of this rank's items. ``decide``: of what was :meth:`told`, in its order."""
 
@@ -135,10 +140,14 @@ class CutBands:
         homes, num = self._roster.holders(member), part.num_bands
         first, last = (band * len(homes) // num for band in part.bands)
         for i in range(first, last + 1):
-            low, high = (-(-num * home // len(homes)) for home in (i, i + 1))
+            low, high = (_first_band(home, len(homes), num) for home in (i, i + 1))
             numbers, values = part.items(low, high)
             if len(numbers):
                 yield homes[i], member, low, high, numbers, values
+
+
+def _first_band(home: int, num_homes: int, num_bands: int) -> int:
+    return -(-num_bands * home // num_homes)
 
 
 def _encoded(member: int, numbers: IntArray, values: torch.Tensor | None) -> list[torch.Tensor]:

@@ -166,6 +166,7 @@ CALLS: dict[str, Call] = {
 
 
 COMPETING = ("unstructured", "by value", "random", "l1_unstructured", "random_unstructured")
+BLOCKS = ("block", "random block", "block of what is left")  # they compete on the host, which is the device here
 
 
 def linear(kind: str = "normal") -> nn.Linear:
@@ -197,7 +198,7 @@ def test_the_same_mask_and_waits_for_64_chunks(name: str, kind: str) -> None:
     assert alike(here.weight, one_chunk.weight)
     assert alike(here.weight, many_chunks.weight)
     assert one.num_fetches <= num_rounds + 2
-    assert many.num_fetches <= one.num_fetches + (63 * num_rounds if name in COMPETING else 0)
+    assert many.num_fetches <= one.num_fetches + (63 * num_rounds if name in COMPETING + BLOCKS else 0)
 
 
 def test_each_byte_that_an_operation_touches_counts_once() -> None:

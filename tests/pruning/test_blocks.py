@@ -1,0 +1,119 @@
+"""Blocks of what shard edges cut anywhere, of transposed weights, and with infinite elements."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import distprune as prune
+from distprune.collectives.alone import Alone
+from distprune.patterns.local_blocks import LocalBlocks
+from distprune.shards.geometry import Geometry
+from distprune.shards.local_shard import LocalShard, Ownership
+from distprune.shards.matrix import Matrix
+from tests.device_path import as_on_a_device
+from tests.worlds import run_threads
+
+SHAPE = (2, 8, 12)
+RUNS = ((0, 21), (21, 23), (23, 150), (150, 192))  # stretches of 192 weights, within a band and over several
+VALUES = {
+    "ties": torch.arange(192.0).mul(7).remainder(5).sub(1).view(SHAPE),
+    "infinite": torch.arange(192.0)
+    .mul(7)
+    .remainder(11)
+    .sub(1)
+    .masked_fill(torch.arange(192) % 50 == 3, torch.inf)
+    .view(SHAPE),
+}
+CASES = [
+    (kind, block, turned, score)
+    for kind in VALUES
+    for block in (1, 2, 4)
+    for turned in (False, True)
+    for score in ("magnitude", "random")
+]
+
+
+def matrix_of(turned: bool) -> Matrix:
+    return Matrix(12, 8, transposed=True, num_matrices=2) if turned else Matrix(16, 12)
+
+
+def pruned(
+    values: torch.Tensor, geometry: Geometry, block: int, turned: bool, score: str, **group: Any
+) -> torch.Tensor:
+    """Return what is left of ``values``, a part of two matrices."""
+    shard = LocalShard("w", values.clone(), geometry, Ownership(), matrix=matrix_of(turned), original_shape=SHAPE)
+    seed: dict[str, Any] = {"seed": 3} if score == "random" else {}
+    prune.prune_shards([shard], 0.4, pattern=f"block:{block}", score=score, **seed, **group)
+    return shard.local
+
+
+WHOLE = {case: pruned(VALUES[case[0]], Geometry.whole(SHAPE), *case[1:], group=Alone()) for case in CASES}
+
+
+def test_transposed_blocks_are_those_of_the_matrix() -> None:
+    for case, there in WHOLE.items():
+        kind, block, turned, score = case
+        if turned:
+            values = VALUES[kind].transpose(1, 2).reshape(24, 8)
+            shard = LocalShard("w", values.clone(), Geometry.whole((24, 8)), Ownership())
+            seed: dict[str, Any] = {"seed": 3} if score == "random" else {}
+            prune.prune_shards([shard], 0.4, pattern=f"block:{block}", score=score, group=Alone(), **seed)
+            assert torch.equal(shard.local, there.transpose(1, 2).reshape(24, 8)) or (block, score) == (1, "random"), (
+                case
+            )
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_stretches_of_the_flattened_weight(on_device: bool) -> None:
+    """As FSDP1 cuts it: anywhere."""
+
+    def on_rank(rank: int) -> list[torch.Tensor]:
+        geometry = Geometry((192,), ((RUNS[rank],),))
+        return [pruned(VALUES[case[0]].reshape(-1)[slice(*RUNS[rank])], geometry, *case[1:]) for case in CASES]
+
+    with as_on_a_device(32) if on_device else nullcontext():
+        parts = run_threads(4, on_rank)
+    for i, (case, wanted) in enumerate(WHOLE.items()):
+        assert torch.equal(torch.cat([of_rank[i] for of_rank in parts]), wanted.reshape(-1)), case
+
+
+def test_several_stretches_on_each_rank() -> None:
+    def on_rank(rank: int) -> torch.Tensor:
+        runs = RUNS[rank::2]
+        local = torch.cat([VALUES["ties"].reshape(-1)[slice(*run)] for run in runs])
+        return pruned(local, Geometry((192,), (runs,)), 2, True, "magnitude")
+
+    first, second = run_threads(2, on_rank)
+    parts = [first[:21], second[:2], first[21:], second[2:]]
+    assert torch.equal(torch.cat(parts), WHOLE["ties", 2, True, "magnitude"].reshape(-1))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_whole_and_cut_blocks_are_all_that_there_are(turned: bool) -> None:
+    matrix = matrix_of(turned)
+    lines, width = (16, 12)
+    for runs in ((((0, 5),), ((0, 7),)), (((3, 12),), ((0, 2), (6, 12))), (((0, 16),), ((4, 8),))):
+        geometry = Geometry((2, 8, 12), (((0, 2),), ((3, 7),), runs[1])) if turned else Geometry((lines, width), runs)
+        (part,) = LocalBlocks.of(geometry, matrix, 4)
+        of_whole, places = part.whole_places
+        assert (
+            of_whole.flat_indices(0, of_whole.local_numel).tolist()
+            == part.numbers(np.arange(np.prod(part.shape))[places]).tolist()
+        )
+        assert sorted([*np.arange(np.prod(part.shape))[places].tolist(), *part.cut.tolist()]) == list(
+            range(np.prod(part.shape))
+        )
+        held = matrix.place(geometry.flat_indices(0, geometry.local_numel).numpy())
+        numbers, num = np.unique(held[0] // 4 * (matrix.num_in // 4) + held[1] // 4, return_counts=True)
+        assert sorted(part.numbers(part.cut).tolist()) == numbers[num < 16].tolist()
+
+
+def test_nan_is_counted() -> None:
+    nan = VALUES["ties"].where(torch.arange(192).view(SHAPE) % 90 > 0, torch.nan)
+    with pytest.raises(ValueError, match=r"'w' \(3\)"):
+        pruned(nan, Geometry.whole(SHAPE), 2, True, "magnitude", group=Alone())
