@@ -36,21 +36,8 @@ def random_scores_at(name: str, indices: Iterable[int], seed: int) -> torch.Tens
     first, second = (int.from_bytes(digest[i : i + 4], "little") for i in (0, 4))
     values = []
     for index in indices:
-        state = first
-        for digit in (index >> 36, index >> 24 & 4095, index >> 12 & 4095, index & 4095):
-            mixed = _finalize(digit + 1) ^ state
-            for factor in ((state + second) | 1, 0x21F0AAAD, 0xD35A2D97):
-                mixed = mixed * factor & _MASK32
-                mixed ^= mixed >> 16
-            state = mixed
-        values.append(state & 0x7FFFFFFF)
+        mixed = ((index & _MASK32) + (index >> 32) * 0x9E3779B9 + first) & _MASK32
+        mixed = (mixed ^ mixed >> 16) * 0x21F0AAAD & _MASK32
+        mixed = ((mixed ^ mixed >> 15) + second) * 0xD35A2D97 & _MASK32
+        values.append((mixed ^ mixed >> 15) & 0x7FFFFFFF)
     return torch.tensor(values, dtype=torch.int64)
-
-
-def _finalize(h: int) -> int:
-    """Return MurmurHash3's fmix32 of ``h``."""
-    h ^= h >> 16
-    h = h * 0x85EBCA6B & _MASK32
-    h ^= h >> 13
-    h = h * 0xC2B2AE35 & _MASK32
-    return h ^ h >> 16

@@ -60,7 +60,7 @@ class _Scoring(Pruning):
         norms = moments.square_sums.sqrt() if moments.num_tokens else torch.ones_like(moments.square_sums)
         shards = [of_layer.shard(of_layer.weight) for of_layer in self.rows.values()]
         evidence = {shard.name: {"input_norm": norms.expand_as(shard.local)} for shard in shards}
-        return local_scores(self.score, shards, evidence, in_place=True)
+        return local_scores(self.score, shards, evidence, zeros_are_gone=True)
 
     @override
     def apply(self, stage: int, keep: Sequence[torch.Tensor]) -> None:

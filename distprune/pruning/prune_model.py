@@ -255,7 +255,7 @@ class Choosing:
             check_names(given, agreed)
             model = request.of if isinstance(request.of, nn.Module) else None
             evidence = local_evidence(given, request.local_evidence, shards, agreed.score.needs, model)
-            return local_scores(agreed.score, shards, evidence, in_place=True)
+            return local_scores(agreed.score, shards, evidence, zeros_are_gone=True)
 
         agreed, self.pattern = agree_on(comm, look)
         agreed.check_found()

@@ -66,7 +66,7 @@ class StreamedPruning:
         """
         values = self.values(name, piece)
         shard = dataclasses.replace(self._shards[name], local=values, geometry=piece)
-        (scores,) = local_scores(self._choosing.ranked.score, [shard], in_place=True)
+        (scores,) = local_scores(self._choosing.ranked.score, [shard], zeros_are_gone=True)
         (num_unread,) = count_unread_nans([scores])
         mask = torch.empty(piece.local_numel, dtype=torch.bool, device="cpu")
         num_pruned, num_gone, num_nans = self._choosing.choice.decide(scores, mask).tolist()

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from distprune.hints import WALK
 from distprune.kernels.table import ScoreName
-from distprune.shards.device import batches, chunk_size, count_true, fetched, is_joined, is_zero, on_host
+from distprune.shards.device import chunk_size, count_true, fetched, is_zero, on_host
 from distprune.shards.geometry import Geometry
 from distprune.shards.local_shard import LocalShard, as_array, flat_chunk, flat_chunks
 from distprune.shards.own_settings import own_settings
@@ -32,10 +32,7 @@ Evidence = Mapping[str, torch.Tensor]  # by name, each of the shard's local shap
 @final
 @dataclass(frozen=True)
 class Elements:
-    """Some elements of one shard. ``at`` says which: a range of local offsets, or the offsets themselves (int64).
-
-    A range may have a step.
-    """
+    """Some elements of one shard. ``at`` says which: a range of local offsets, or the offsets themselves (int64)."""
 
     shard: LocalShard
     at: slice | torch.Tensor
@@ -50,14 +47,12 @@ class Elements:
         """Return the evidence ``name`` at these places, 1-D."""
         return _taken(self.evidence[name], self.at)
 
-    def flat_indices(self, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """Return the places of these elements in the whole parameter, 1-D: new."""
-        at, device = self.at, self.shard.local.device
-        if isinstance(at, slice) and at.step is None:
-            return self.shard.geometry.flat_indices(at.start, at.stop, device, dtype)
+    def flat_indices(self) -> torch.Tensor:
+        """Return the places of these elements in the whole parameter, int64, 1-D: new."""
+        at, geometry = self.at, self.shard.geometry
         if isinstance(at, slice):
-            at = torch.arange(at.start, at.stop, at.step, device=device)
-        return self.shard.geometry.flat_indices_at(at).to(dtype)
+            return geometry.flat_indices(at.start, at.stop, self.shard.local.device)
+        return geometry.flat_indices_at(at)
 
 
 class Score(ABC):
@@ -94,10 +89,6 @@ class Score(ABC):
     @abstractmethod
     def values(self, elements: Elements) -> torch.Tensor:
         """Return the scores of ``elements``, 1-D, one each. Local."""
-
-    def joined(self, pieces: Sequence[Elements]) -> torch.Tensor:
-        """Return the scores of ``pieces``, ranges of several small shards on one device, one after the other. Local."""
-        return torch.cat([_checked(self, self.values(elements), elements) for elements in pieces])
 
     def dtype(self, weight: torch.dtype) -> torch.dtype:
         """Return the dtype in which scores of ``weight`` weights are compared: float64 for float64, else float32."""
@@ -195,19 +186,17 @@ class LocalScores:
         Raises:
             ValueError: the score returns another number of values, or no tensor.
         """
-        elements = self._elements(at)
-        return _checked(self.score, self.score.values(elements), elements)
-
-    def _elements(self, at: slice | torch.Tensor) -> Elements:
-        return Elements(self.shard, at, self.evidence)
+        values, num = self.score.values(Elements(self.shard, at, self.evidence)), _num(at)
+        if not isinstance(values, torch.Tensor) or values.shape != (num,):
+            got = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+            raise ValueError(f"score {self.score.name!r} returned {got} for {num} elements of {self.shard.name!r}")
+        return values
 
     def is_gone(self, at: slice | torch.Tensor) -> torch.Tensor | None:
         """Return which elements at ``at`` are gone, bool, 1-D; ``None``, on the host always, if none are."""
         if self.gone is None:
             return None
-        return self._if_any(is_zero(_taken(self.gone, at)))
-
-    def _if_any(self, gone: torch.Tensor) -> torch.Tensor | None:
+        gone = is_zero(_taken(self.gone, at))
         return gone if not on_host(self.device) or gone.numpy().any() else None
 
     def keys(self, order: Any, memory: Any = None) -> Iterator[Any]:
@@ -236,30 +225,20 @@ class LocalScores:
 
     def keys_at(self, order: Any, at: slice | torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the keys of the elements at ``at``, 1-D: new, or in ``out``."""
-        return self._gone_first(order, order.keys(self.values(at), out), lambda: self.is_gone(at))
-
-    def _gone_first(self, order: Any, keys: torch.Tensor, is_gone: Callable[[], torch.Tensor | None]) -> torch.Tensor:
-        """Return ``keys``, in which those of what is gone are made the lowest."""
-        if not order.zeros_gone and not self.regrows and (gone := is_gone()) is not None:
+        keys: torch.Tensor = order.keys(self.values(at), out)
+        if not order.zeros_gone and not self.regrows and (gone := self.is_gone(at)) is not None:
             keys.masked_fill_(gone, order.gone)
         return keys
 
     def joined_values(self, pieces: Sequence[tuple[LocalScores, slice | torch.Tensor]]) -> torch.Tensor:
         """Return the scores of ``pieces`` of several small shards, as :meth:`values`: this one's first."""
-        return self.score.joined([scores._elements(at) for scores, at in pieces])
+        return torch.cat([scores.values(at) for scores, at in pieces])
 
     def joined_gone(self, pieces: Sequence[tuple[LocalScores, slice | torch.Tensor]]) -> torch.Tensor | None:
         """Return which elements of ``pieces`` of several small shards are gone, as :meth:`is_gone`."""
-        dtypes = {None if scores.gone is None else scores.gone.dtype for scores, _ in pieces}
-        if dtypes == {None}:
-            return None
-        if len(dtypes) == 1:
-            gone = is_zero(torch.cat([_taken(scores.gone, at) for scores, at in pieces if scores.gone is not None]))
-        else:
-            found = [(scores.is_gone(at), _num(at)) for scores, at in pieces]
-            none = torch.zeros((), dtype=torch.bool, device=self.device)
-            gone = torch.cat([none.expand(n) if g is None else g for g, n in found])
-        return self._if_any(gone)
+        found = [(scores.is_gone(at), _num(at)) for scores, at in pieces]
+        none = torch.zeros((), dtype=torch.bool, device=self.device)
+        return torch.cat([none.expand(n) if g is None else g for g, n in found])
 
 
 def local_scores(
@@ -267,11 +246,9 @@ def local_scores(
     shards: Sequence[LocalShard],
     evidence: Mapping[str, Evidence] | None = None,
     *,
-    in_place: bool = False,
+    zeros_are_gone: bool = False,
 ) -> list[LocalScores]:
     """Return the scores of each of ``shards``. ``evidence`` is by the shard's name. Local.
-
-    ``in_place``: zero weights are gone.
 
     Raises:
         ValueError: evidence that the score needs was not given.
@@ -288,59 +265,30 @@ def local_scores(
             raise ValueError(
                 f"score {score.name!r} needs {missing} of {shard.name!r}, which was not given{way.get(missing[0], '')}"
             )
-        found.append(LocalScores(shard, score, of_shard, shard.local if in_place else None))
+        found.append(LocalScores(shard, score, of_shard, shard.local if zeros_are_gone else None))
     return found
 
 
 @own_settings()
 def count_unread_nans(scores: Sequence[LocalScores]) -> list[int]:
     """Return of each how many weights are NaN that the score itself does not read. Local, one wait for a device."""
-    unread = {}
+    found = dict[int, torch.Tensor]()
     for i, each in enumerate(scores):
-        local = each.shard.local
-        if not each.score.is_weight and local.is_floating_point():
-            reads = each.score.reads(each.shard, each.evidence)
-            if not any(local is read for read in reads):
-                unread[i] = local
-    few: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for i, local in unread.items():
-        if is_joined(local.numel(), local.device):
-            few.setdefault((local.dtype, local.device), []).append(i)
-    groups = [which for of in few.values() for which in batches(of, [unread[i].numel() for i in of])]
-    groups += [[i] for i, local in unread.items() if not is_joined(local.numel(), local.device)]
-    found = [0] * len(scores)
-    for which, num in zip(groups, fetched([_num_nans([unread[i] for i in which]) for which in groups]), strict=True):
-        if num:
-            for i, of_shard in zip(which, fetched([_num_nans([unread[i]]) for i in which]), strict=True):
-                found[i] = int(of_shard)
-    return found
-
-
-def _num_nans(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return how many elements of one tensor, or of several small ones, are NaN: int64, on their device."""
-    if len(tensors) > 1:
-        return count_true(torch.cat([tensor.reshape(-1) for tensor in tensors]).isnan())
-    nums = (count_true(values.isnan()) for _, values in flat_chunks(tensors[0]))
-    return sum(nums, torch.zeros((), dtype=torch.int64, device="cpu"))
-
-
-def _checked(score: Score, values: torch.Tensor, elements: Elements) -> torch.Tensor:
-    """Return ``values``, if they are as many as ``elements``."""
-    num = _num(elements.at)
-    if not isinstance(values, torch.Tensor) or values.shape != (num,):
-        got = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
-        raise ValueError(f"score {score.name!r} returned {got} for {num} elements of {elements.shard.name!r}")
-    return values
+        local, reads = each.shard.local, each.score.reads(each.shard, each.evidence)
+        if not each.score.is_weight and local.is_floating_point() and not any(local is read for read in reads):
+            nums = (count_true(values.isnan()) for _, values in flat_chunks(local))
+            found[i] = sum(nums, torch.zeros((), dtype=torch.int64, device="cpu"))
+    nums_of = dict(zip(found, map(int, fetched([*found.values()])), strict=True))
+    return [nums_of.get(i, 0) for i in range(len(scores))]
 
 
 def _num(at: slice | torch.Tensor) -> int:
-    return len(range(at.start, at.stop, at.step or 1)) if isinstance(at, slice) else len(at)
+    return at.stop - at.start if isinstance(at, slice) else len(at)
 
 
 def _taken(tensor: torch.Tensor, at: slice | torch.Tensor) -> torch.Tensor:
     if isinstance(at, slice):
-        values = flat_chunk(tensor, at.start, at.stop)
-        return values if at.step is None else values[:: at.step]
+        return flat_chunk(tensor, at.start, at.stop)
     if tensor.element_size() == 1:  # torch takes no 8-bit floats
         return torch.take(tensor.view(torch.uint8), at).view(tensor.dtype)
     return torch.take(tensor, at)

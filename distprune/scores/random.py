@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -12,9 +11,9 @@ import torch
 from typing_extensions import override
 
 from distprune.scores.base import Elements, Evidence, Score
-from distprune.scores.digit_hash import hash_at, hash_joined, hash_run
-from distprune.shards.device import on_host
 from distprune.shards.local_shard import LocalShard
+
+_FACTORS = -0x61C88647, 0x21F0AAAD, -0x2CA5D269  # 0x9E3779B9 of what is above 32 bits; the last: 0xD35A2D97
 
 
 @final
@@ -28,36 +27,19 @@ class Random(Score):
 
     Parameters of one name and shape get the same scores from one seed.
 
-    The hash is that of ``digit_hash.py``, keyed by BLAKE2b of the seed and the parameter's name; integer arithmetic,
-    so the bits are the same on every device.
+    The hash is a finalizer found with Wellons' hash-prospector (public domain), of the flat index, with a word of
+    BLAKE2b of the seed and the parameter's name before each of its two factors: integer arithmetic modulo 2**32, the
+    same on every device.
     """
 
+    kernel = "random"
     scores_units = True
 
     seed: int | None = None
 
     @override
     def values(self, elements: Elements) -> torch.Tensor:
-        shard, seeds = elements.shard, self._seeds(elements.shard.name)
-        if isinstance(elements.at, slice) and elements.at.step is None and shard.geometry.flat_start is not None:
-            return hash_run(seeds, *_span(elements), shard.local.device)
-        numel = shard.geometry.global_numel
-        return hash_at(seeds, elements.flat_indices(_dtype(numel, shard.local.device)), numel)
-
-    @override
-    def joined(self, pieces: Sequence[Elements]) -> torch.Tensor:
-        seeds = [self._seeds(piece.shard.name) for piece in pieces]
-        spans = [_span(piece) for piece in pieces]
-        dtype = _dtype(max(stop for _, stop in spans), pieces[0].shard.local.device)
-        flat: dict[object, torch.Tensor] = {}  # shards laid out alike share them
-        places = []
-        for piece in pieces:
-            assert isinstance(piece.at, slice)
-            key = piece.shard.geometry, piece.at.start, piece.at.stop, piece.at.step
-            if key not in flat:
-                flat[key] = piece.flat_indices(dtype)
-            places.append(flat[key])
-        return hash_joined(seeds, places, spans)
+        return self.of_units(elements.shard.name, elements.flat_indices())
 
     @override
     def dtype(self, weight: torch.dtype) -> torch.dtype:
@@ -65,9 +47,14 @@ class Random(Score):
 
     @override
     def of_units(self, name: str, units: torch.Tensor) -> torch.Tensor:
-        return hash_at(self._seeds(name), units, int(units.max()) + 1 if len(units) else 0)
+        first, second = self._seeds(name)
+        mixed = (units >> 32).to(torch.int32).mul_(_FACTORS[0]).add_(first).add_(units.to(torch.int32))  # all wrap
+        _fold(mixed, 16).mul_(_FACTORS[1])
+        _fold(mixed, 15).add_(second).mul_(_FACTORS[2])
+        return _fold(mixed, 15).bitwise_and_(0x7FFFFFFF)
 
     def _seeds(self, name: str) -> tuple[int, int]:
+        """Return the words of parameter ``name``, int32."""
         digest = hashlib.blake2b(f"{self.seed}\0{name}".encode(), digest_size=8).digest()
         first, second = struct.unpack("<ii", digest)
         return first, second
@@ -86,14 +73,6 @@ class Random(Score):
         return []
 
 
-def _dtype(numel: int, device: torch.device) -> torch.dtype:
-    """Return in which dtype flat indices of a parameter of ``numel`` elements are made to be hashed."""
-    return torch.int64 if on_host(device) or numel > 1 << 31 else torch.int32
-
-
-def _span(elements: Elements) -> tuple[int, int]:
-    """Return between which flat indices ``elements`` lie."""
-    geometry, at = elements.shard.geometry, elements.at
-    if isinstance(at, slice) and geometry.flat_start is not None:
-        return geometry.flat_start + at.start, geometry.flat_start + at.stop
-    return 0, geometry.global_numel
+def _fold(mixed: torch.Tensor, shift: int) -> torch.Tensor:
+    """Do ``mixed ^= mixed >> shift``, of unsigned numbers, in place."""
+    return mixed.bitwise_xor_((mixed >> shift).bitwise_and_((1 << 32 - shift) - 1))
