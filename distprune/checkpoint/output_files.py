@@ -59,9 +59,9 @@ def allocate_directory(
 ) -> None:
     """Make ``files``, (read, written), at their full size in ``target``, and copy what is not weights.
 
-    Of weight files that are there the weights stay; headers and small files are written anew. ``config``: of a model
-    of other sizes than the source's, which has ``num_removed`` parameters less; ``None``: the source's own. Local; for
-    one rank.
+    The config says the dtype, and the index the sizes, that are written. Of weight files that are there the weights
+    stay; headers and small files are written anew. ``config``: of a model of other sizes than the source's, which has
+    ``num_removed`` parameters less; ``None``: the source's own. Local; for one rank.
 
     Raises:
         OSError: the disk is full or not writable.
@@ -75,22 +75,11 @@ def allocate_directory(
     target.chmod(target.stat().st_mode & source.path.stat().st_mode | stat.S_IRWXU)
     for _, file in files:
         _write_file(file.path, header_of(file.tensors), sizes[file.path])
-    _write_small_files(source, [file for _, file in files], target, config, num_removed)
-
-
-def _write_small_files(
-    source: HfDirectory,
-    files: list[WeightFile],
-    target: Path,
-    config: dict[str, Any] | None,
-    num_removed: int,
-) -> None:
-    """Copy what is not weights; the config then says the dtype, and the index the sizes, that are written."""
     for path in source.small_files:
         copy = target / path.relative_to(source.path)
         copy.parent.mkdir(parents=True, exist_ok=True)
         _write_file(copy, path.read_bytes())
-    written = [(entry, file.path.name) for file in files for entry in file.tensors]
+    written = [(entry, file.path.name) for _, file in files for entry in file.tensors]
     before = read_json(source.path / CONFIG_NAME)
     config = {**(before if config is None else config)}
     dtypes = {str(entry.dtype) for entry, _ in written if entry.dtype.is_floating_point}
