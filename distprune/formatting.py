@@ -25,7 +25,7 @@ def printable(text: str) -> str:
     >>> printable("red \\x1b[31m")
     'red \\\\x1b[31m'
     """
-    return "".join(of if of.isprintable() or of == "\n" else ascii(of)[1:-1] for of in text)
+    return "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
 
 
 def cut(text: str, width: int = _WIDTH) -> str:

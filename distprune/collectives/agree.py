@@ -67,8 +67,8 @@ def swap_unknown(comm: Communicator, make: Callable[[], Mapping[int, torch.Tenso
     except BaseException as caught:
         error = as_told(caught)
     words = [_WORD] * comm.size
-    own = torch.tensor(sizes, dtype=torch.int64, device="cpu").view(torch.uint8)
-    told = comm.swap(own, words, words).view(torch.int64).tolist()
+    said = torch.tensor(sizes, dtype=torch.int64, device="cpu").view(torch.uint8)
+    told = comm.swap(said, words, words).view(torch.int64).tolist()
     if min(told) < 0:
         _raise_errors(comm, error)
     return _parted(comm.swap(joined, sizes, told), told)
@@ -164,8 +164,8 @@ def same_everywhere(
 
     def fill(words: torch.Tensor) -> None:
         digest = hashlib.sha256(json.dumps(make(), sort_keys=True).encode()).digest()
-        own = torch.frombuffer(bytearray(digest), dtype=torch.int64)[:_NUM_DIGEST_WORDS] >> 1
-        words[1:], drawn = torch.cat([own, -own]), draw()
+        digits = torch.frombuffer(bytearray(digest), dtype=torch.int64)[:_NUM_DIGEST_WORDS] >> 1
+        words[1:], drawn = torch.cat([digits, -digits]), draw()
         words[0] = drawn if comm.rank == 0 else 0
 
     words = max_together(comm, (1 + 2 * _NUM_DIGEST_WORDS,), fill)

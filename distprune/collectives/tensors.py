@@ -27,7 +27,7 @@ def from_bytes(joined: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch
     """Return the tensors that :func:`as_bytes` joined, of the shapes and dtypes of ``like``, where they are. Local."""
     pieces = torch.split(joined, [tensor.nbytes for tensor in like]) if like else ()
     # A copy is aligned for any dtype.
-    return [piece.clone().view(of.dtype).view(of.shape) for piece, of in zip(pieces, like, strict=True)]
+    return [piece.clone().view(one.dtype).view(one.shape) for piece, one in zip(pieces, like, strict=True)]
 
 
 def broadcast_tensor(comm: Communicator, values: torch.Tensor, source: int) -> torch.Tensor:

@@ -47,7 +47,7 @@ def warn_of_other_blocks(model: nn.Module) -> None:
 def other_blocks(model: nn.Module) -> list[str]:
     """Return the names of the other lists of blocks that hold weights, such as a second tower. Local."""
     chosen = decoder_blocks(model)[0][0].rpartition(".")[0]
-    return [name for name, of in _lists(model).items() if name != chosen and _num_weights(of)]
+    return [name for name, blocks in _lists(model).items() if name != chosen and _num_weights(blocks)]
 
 
 def check_one_stack(model: nn.Module) -> None:
@@ -60,7 +60,7 @@ def check_one_stack(model: nn.Module) -> None:
         return
     blocks = decoder_blocks(model)
     kinds = {type(block) for _, block in blocks}
-    alike = [name for name in other_blocks(model) if any(type(of) in kinds for of in _lists(model)[name].children())]
+    alike = [name for name in other_blocks(model) if kinds & set(map(type, _lists(model)[name].children()))]
     if alike:
         raise NotImplementedError(
             f"{', '.join(map(repr, alike))} hold blocks of the same kind as {blocks[0][0].rpartition('.')[0]!r}: "
@@ -94,7 +94,7 @@ def _of_text(model: nn.Module, lists: Mapping[str, _List]) -> Mapping[str, _List
         kind = config.get_text_config(decoder=True).model_type
     except ValueError:  # it has several
         return lists
-    return {name: of for name, of in lists.items() if _kind(model, name) == kind} or lists
+    return {name: blocks for name, blocks in lists.items() if _kind(model, name) == kind} or lists
 
 
 def _kind(model: nn.Module, name: str) -> str | None:

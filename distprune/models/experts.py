@@ -27,8 +27,8 @@ def check_experts(block: nn.Module, name: str) -> None:
         NotImplementedError: their weights, or the arguments they are called with, are not known; it names the module.
     """
     for path, module in block.named_modules():
-        own = module.named_parameters(recurse=False)
-        weights = {key for key, parameter in own if parameter.ndim > 1 and not key.endswith("bias")}
+        parameters = module.named_parameters(recurse=False)
+        weights = {key for key, parameter in parameters if parameter.ndim > 1 and not key.endswith("bias")}
         kind, arguments = type(module).__name__, expert_arguments(module)
         if expert_weights(module):
             if set(arguments) in _KNOWN or any(argument in arguments for argument in _ROUTED):

@@ -173,7 +173,7 @@ def find_routers(
         chosen: set[int] = set()  # how many a router of this parent chooses among
         for child in children.values() if nums else ():
             held = list(_matrices(child, shapes_of).values())
-            matrices = [(of.module, of.num_out) for of in held if of.expert is None]
+            matrices = [(layer.module, layer.num_out) for layer in held if layer.expert is None]
             if not held:
                 matrices = [(child, shape[0]) for shape in shapes_of(child).values() if len(shape) == 2]
             if max(len(held), len(matrices)) == 1 and matrices and matrices[0][1] in nums.values():

@@ -21,8 +21,9 @@ def check_runs_on_tokens(model: nn.Module) -> None:
         NotImplementedError: it reads something else (images, sound).
         ValueError: a parameter is on the meta device; it names the first.
     """
-    named = {name: of for name, of in inspect.signature(model.forward).parameters.items() if of.kind not in _REST}
-    reads = [name for name, of in named.items() if of.default is of.empty and name not in _PASSED]
+    arguments = inspect.signature(model.forward).parameters.values()
+    named = {argument.name: argument for argument in arguments if argument.kind not in _REST}
+    reads = [name for name, one in named.items() if one.default is one.empty and name not in _PASSED]
     if "input_ids" not in named:  # a model of transformers says what it reads
         reads += {getattr(model, "main_input_name", "input_ids")} - {"input_ids"}
     if reads:

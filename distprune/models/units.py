@@ -242,14 +242,15 @@ def _experts(block: nn.Module) -> Iterator[Units]:
         if not (names := expert_weights(module)):
             continue
         num, parent = int(getattr(module, names[0]).shape[0]), block.get_submodule(parent_path)
-        found = [of for of in find_routers(block)[0] if of in set(parent.modules())]
+        found = find_routers(block)[0] & {*parent.modules()}
         if len(found) != 1 or names == ("weight",):
             raise refused("its router is not known")
         (router,) = found
+        of_router = {id(parameter) for parameter in router.parameters(recurse=False)}
         sliced = [name for name, p in module.named_parameters(path, recurse=False) if p.shape[0] == num]
         cuts = [Cut(name, 0, torch.arange(num, device="cpu")[:, None]) for name in sliced]
         for name, tensor in [*parent.named_parameters(parent_path), *parent.named_buffers(parent_path)]:
-            is_row = any(tensor is own for own in router.parameters(recurse=False)) and tensor.shape[0] == num
+            is_row = id(tensor) in of_router and tensor.shape[0] == num
             if is_row or (tensor.numel() == num and not name.startswith(f"{path}.")):  # a correction of its scores
                 cuts.append(Cut(name, list(tensor.shape).index(num), torch.arange(num, device="cpu")[:, None]))
         num_groups = _number((router, parent), ("n_group", "num_group"), 1)

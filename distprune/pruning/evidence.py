@@ -83,11 +83,11 @@ def local_evidence(
     """Return the local part of the evidence by shard: ``local``, what was ``given``, else gradients of ``model``."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for shard in shards:
-        own = found[shard.name] = dict(local.get(shard.name, {}))
+        parts = found[shard.name] = dict(local.get(shard.name, {}))
         for name, of_name in given.items():
             if shard.name in of_name:
                 what = f"evidence {name!r} of {shard.name!r}"
-                own[name] = local_part(of_name[shard.name], shard.tensor, shard, what)
+                parts[name] = local_part(of_name[shard.name], shard.tensor, shard, what)
     if "gradient" in needs and "gradient" not in given and model is not None:
         for shard, gradient in zip(shards, gradients_there(model, shards), strict=True):
             found[shard.name]["gradient"] = gradient

@@ -364,12 +364,12 @@ class Masks(Mapping[str, torch.Tensor]):
         def taken(shard: LocalShard) -> torch.Tensor:
             if state_dict.keys() != self.keys():
                 raise ValueError(f"masks of other parameters: {sorted(state_dict.keys() ^ self.keys())[:4]}")
-            mask, own = state_dict[shard.name], self[shard.name]
-            is_like = is_laid_out_like(mask, own) if isinstance(own, DTensor) else not isinstance(mask, DTensor)
-            is_mask = isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and mask.shape == own.shape
+            mask, now = state_dict[shard.name], self[shard.name]
+            is_like = is_laid_out_like(mask, now) if isinstance(now, DTensor) else not isinstance(mask, DTensor)
+            is_mask = isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and mask.shape == now.shape
             if not is_like or not is_mask:
-                raise ValueError(f"the mask of {shard.name!r} must be {_described(own)}, not {_described(mask)}")
-            return local_of(mask).to(own.device).reshape(shard.geometry.local_shape).clone()
+                raise ValueError(f"the mask of {shard.name!r} must be {_described(now)}, not {_described(mask)}")
+            return local_of(mask).to(now.device).reshape(shard.geometry.local_shape).clone()
 
         self._local = self._made(self._comm, self._roster, self._held, taken)._local
 

@@ -276,12 +276,12 @@ class Choosing:
         ranked = self.ranked
         shards = [scores.shard for scores in ranked.scores] if reads else []
         used = ranked.comm.traffic - self._traffic
-        each = zip(ranked.roster.members, ranked.numels, counts, self.choice.thresholds, strict=True)
+        members = zip(ranked.roster.members, ranked.numels, counts, self.choice.thresholds, strict=True)
         return PruneReport(
             ranked.score.name,
             repr(self.pattern),
             ranked.score.seed if isinstance(ranked.score, Random) else None,
-            tuple(ParameterReport(one.name, numel, new - old, new, last) for one, numel, (new, old), last in each),
+            tuple(ParameterReport(one.name, numel, new - old, new, last) for one, numel, (new, old), last in members),
             used.num_rounds,
             used.num_bytes,
             time.perf_counter() - self._started,

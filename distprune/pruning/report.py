@@ -23,7 +23,7 @@ class ParameterReport:
     """One parameter, counted over all ranks, replicas once.
 
     >>> report = prune_model(torch.nn.Linear(8, 8), 0.5)
-    >>> [(of.name, of.num_zeros, of.num_elements) for of in report.parameters]
+    >>> [(part.name, part.num_zeros, part.num_elements) for part in report.parameters]
     [('weight', 32, 64)]
     """
 

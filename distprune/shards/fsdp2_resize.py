@@ -46,7 +46,7 @@ def _spec_before(param: Any) -> Any:
 
 def _num_parts(layout: Any, dim: int) -> int:
     """Return into how many parts ``dim`` is cut; ``layout`` has a mesh and placements."""
-    cuts = (axis for axis, of in enumerate(layout.placements) if getattr(of, "dim", None) == dim)
+    cuts = (axis for axis, placement in enumerate(layout.placements) if getattr(placement, "dim", None) == dim)
     return math.prod(layout.mesh.size(axis) for axis in cuts)
 
 
@@ -93,7 +93,7 @@ def resize(managed: Managed, shape: Sequence[int], local: torch.Tensor) -> None:
     param._param_fqn = before._param_fqn
     if managed.group._reset_sharded_params:  # a forward has run
         param.init_dtype_attrs(param.mp_policy)
-    managed.group.fsdp_params = [param if of is before else of for of in managed.group.fsdp_params]
+    managed.group.fsdp_params = [param if other is before else other for other in managed.group.fsdp_params]
     forget_places([before._module_info.module, *before._module_info.shared_modules])
 
 
@@ -116,7 +116,7 @@ def drop_modules(model: nn.Module, dropped: Collection[nn.Module]) -> None:
     left = [state for state in states if not all(module in inside for module in state._modules)]
     for state in left:
         for group in groups_of(state):
-            group.fsdp_params = [of for of in group.fsdp_params if of._module_info.module not in inside]
+            group.fsdp_params = [param for param in group.fsdp_params if param._module_info.module not in inside]
             for hooks in (
                 group._module_to_pre_save_state_dict_hook_handle,
                 group._module_to_pre_load_state_dict_hook_handle,
@@ -128,4 +128,4 @@ def drop_modules(model: nn.Module, dropped: Collection[nn.Module]) -> None:
             state._states_to_forward_prefetch,
             state._states_to_backward_prefetch,
         ):
-            others[:] = [of for of in others if of not in states or of in left]
+            others[:] = [state for state in others if state not in states or state in left]

@@ -141,8 +141,8 @@ class LocalShard:
 
         ``first_holder`` is the lowest of the ``num_holders`` global ranks that hold a part of the parameter.
         """
-        own = self.ownership or Ownership(rank == first_holder, num_holders)
-        return self.having(ownership=own.over(first_holder, num_holders))
+        ownership = self.ownership or Ownership(rank == first_holder, num_holders)
+        return self.having(ownership=ownership.over(first_holder, num_holders))
 
     def having(self, **changes: Any) -> LocalShard:
         """Return the shard with other attributes than ``local`` and ``geometry``, which are not checked again."""

@@ -45,14 +45,14 @@ def ranges_of(shards: Sequence[LocalShard], parameters: Iterable[torch.Tensor]) 
 
 def _range_of(shard: LocalShard, parameters: Sequence[torch.Tensor]) -> ParameterRange | None:
     """Return the range of one of ``parameters``, which are in the same storage."""
-    own = shard.local
-    for parameter in parameters if own.numel() else ():
+    held = shard.local
+    for parameter in parameters if held.numel() else ():
         local = local_of(parameter).detach()
-        if local.dtype is not own.dtype:
+        if local.dtype is not held.dtype:
             continue
-        start = int(own.storage_offset() - local.storage_offset())
-        is_whole = start == 0 and local.numel() == own.numel()
-        if is_whole or (start >= 0 and local.is_contiguous() and start + own.numel() <= local.numel()):
+        start = int(held.storage_offset() - local.storage_offset())
+        is_whole = start == 0 and local.numel() == held.numel()
+        if is_whole or (start >= 0 and local.is_contiguous() and start + held.numel() <= local.numel()):
             return ParameterRange(parameter, start, shard.geometry.local_shape)
     return None
 
