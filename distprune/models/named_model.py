@@ -41,7 +41,7 @@ def model_of_names(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
         for part in parents:
             path = f"{path}.{part}" if path else part
             if part not in module._modules:
-                module.add_module(part, _kind(part, children[path], tensors.get(f"{path}.weight"))())
+                module.add_module(part, _empty(_kind(part, children[path], tensors.get(f"{path}.weight"))))
             module = module.get_submodule(part)
         tensor = tensors[name]
         if tensor.is_floating_point():
@@ -51,25 +51,18 @@ def model_of_names(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
     return root
 
 
-class _Embedding(nn.Embedding):
-    """An embedding that has nothing yet."""
-
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
-
-
-class _Linear(nn.Linear):
-    """A linear layer that has nothing yet."""
-
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
+def _empty(kind: type[nn.Module]) -> nn.Module:
+    """Return a module that has nothing yet."""
+    module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    return module
 
 
 def _kind(name: str, children: set[str], weight: torch.Tensor | None) -> type[nn.Module]:
     if children and all(child.isdigit() for child in children):
         return nn.ModuleList
     if not children and ("emb" in name or name in _EMBEDDINGS):
-        return _Embedding
+        return nn.Embedding
     if not children and weight is not None and weight.ndim == 2:
-        return _Linear
+        return nn.Linear
     return nn.Module

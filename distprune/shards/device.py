@@ -12,7 +12,6 @@ _HOST_CHUNK = 1 << 17  # elements: the temporaries of one chunk stay in a core's
 SMALL = 1 << 14  # elements: so many and fewer are worked on together with those of other shards
 _JOINED = 1 << 18  # elements of small shards at a time
 _DEVICE_CHUNK = 1 << 21  # elements: large enough to fill an accelerator, and under 64 MiB of temporaries
-_SMALL_SHARE = 8  # of a device's chunk: for an eighth a launch costs what the elements do
 
 
 def on_host(device: torch.device) -> bool:
@@ -46,16 +45,6 @@ def row_chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     if first.numel():
         num_rows = max(1, chunk_size(first.device) * len(first) // first.numel())
         yield from zip(*(torch.split(tensor, num_rows) for tensor in tensors), strict=True)
-
-
-def is_small(numel: int, device: torch.device) -> bool:
-    """Return whether so many elements are worked on together with those of other shards: few, on the host."""
-    return on_host(device) and numel <= SMALL
-
-
-def is_joined(numel: int, device: torch.device) -> bool:
-    """Return whether so many elements are read together with those of other shards: on an accelerator more are."""
-    return is_small(numel, device) if on_host(device) else numel <= _DEVICE_CHUNK // _SMALL_SHARE
 
 
 def by_accelerator(devices: Iterable[torch.device]) -> dict[torch.device, list[int]]:
