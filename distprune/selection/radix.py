@@ -140,7 +140,7 @@ def select_lowest(
     broken = is_new & (left < num_ties)  # some of the ties are pruned, and others stay
     if broken.any():
         own.which = broken
-        positions, _, _ = _narrowed(comm, own, (int(num_positions[broken].max()) - 1).bit_length(), left, keys)
+        positions, _, _ = _narrowed(comm, own, (int(num_positions.max()) - 1).bit_length(), left, keys)
         last[broken] = positions[broken]
     signed = [order.gone + (int(key) if new else 0) for order, key, new in zip(orders, keys, is_new, strict=True)]
     cuts = [Threshold(*of) for of in zip(orders, signed, last.tolist(), own.have_gone.tolist(), strict=True)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+import distprune as prune
 from distprune.collectives.alone import Alone
 from distprune.collectives.base import Communicator, Traffic
 from distprune.collectives.communicator import communicator
@@ -230,6 +231,12 @@ def test_many_competitions_take_more_rounds_of_bounded_bytes(num: int, most: int
     used = traffic_of(num * 7 << 4, num, torch.float32, num_ranks)
     assert used.num_rounds <= most
     assert used.num_bytes <= used.num_rounds * ((1 << 20) + 8)
+
+
+def test_ties_of_a_small_tensor_beside_a_large_one_without() -> None:
+    model = torch.nn.ParameterList([torch.arange(1.0, 9.0), torch.ones(4)])
+    prune.prune_model(model, {"0": 0.625, "1": 0.5}, scope="tensor", include="*")
+    assert [parameter.ne(0).tolist() for parameter in model] == [[False] * 5 + [True] * 3, [False] * 2 + [True] * 2]
 
 
 def test_nothing_to_do() -> None:
