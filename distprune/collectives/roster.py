@@ -53,7 +53,7 @@ class Roster:
 
     ``num_copies[i]`` ranks hold the same elements of it, if the layout says that the parts of all fit together; else it
     is ``None``: then the ranks have to count. ``lists``: of each different list the ranks that have it. Those of
-    ``lists_with[i]`` have member ``i``.
+    ``lists_with[i]`` have member ``i``. ``on_gpu``: what each rank holds lies on one GPU that has kernels.
     """
 
     members: tuple[Member, ...]
@@ -62,6 +62,7 @@ class Roster:
     num_copies: tuple[int | None, ...]
     lists: tuple[tuple[int, ...], ...]
     lists_with: tuple[tuple[int, ...], ...]
+    on_gpu: bool = False
 
     def index(self) -> dict[str, int]:
         """Return the place of every name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import nullcontext
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -21,6 +22,12 @@ def has_kernels(device: torch.device) -> bool:
 def kernels(name: str) -> Any:
     """Return the module ``name`` of kernels."""
     return importlib.import_module(f"distprune.kernels.on_device.{name}")
+
+
+def launch(kernel: Any, grid: tuple[int], device: torch.device, *arguments: Any, **constants: Any) -> None:
+    """Launch ``kernel`` on ``device``; Triton takes the current one."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[grid](*arguments, **constants)
 
 
 @cache

@@ -10,8 +10,9 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from distprune.collectives.agree import sum_together
 from distprune.collectives.base import Communicator
-from distprune.kernels.available import kernels
+from distprune.kernels.available import kernels, launch
 from distprune.kernels.table import Piece, ScoreName, Table, tables_of
 from distprune.shards.device import sent
 
@@ -56,7 +57,7 @@ class Keys:
 class Lowest:
     """What is pruned of each competition, on the device; the host has not waited for it.
 
-    ``make_tables`` returns this rank's tables, once for each pass. ``states`` and ``num_nans`` are of all ranks.
+    ``states`` and ``num_nans`` are of all ranks.
     """
 
     def __init__(
@@ -91,58 +92,81 @@ class Lowest:
         self.states, self._strides, self._ends = there[:, :7].contiguous(), there[:, 7:9].contiguous(), there[:, 9:]
         shape = num, self._num_samples + 2
         self._samples = torch.full(shape, _LEAST_KEY, dtype=torch.int32, device=device)
-        self._histogram = torch.zeros((num, (1 << self._bits) + 1), dtype=torch.int64, device=device)
+        # Of each competition bins, and what is below; of all how many are NaN.
+        self._histogram = torch.zeros((num, (1 << self._bits) + 2), dtype=torch.int64, device=device)
         self.num_nans = torch.zeros(1, dtype=torch.int64, device=device)
         # Where the sample missed; each pass may waste one bit.
         self._num_passes = 1 + math.ceil((32 + math.ceil(math.log2(max(*numels.tolist(), 2)))) / (self._bits - 1))
         self._constants = {"BLOCK": tuning.block, "num_warps": tuning.num_warps, **keys.constants}
 
-    def find(self, make_tables: Callable[[], Iterable[Table]], *, waits: bool = False) -> None:
-        """Find what is pruned. Every rank must call it.
+    @property
+    def gone(self) -> int:
+        return self._keys.gone
 
-        Communicates a maximum of 1 MiB, and sums of at most 1 MiB. ``waits``: after each pass, and not more of them
-        than are needed.
+    def sample(self, tables: Iterable[Table]) -> None:
+        """Take this rank's part of the sample, and compile what is launched later: what fails, fails here. Local."""
+        constants = {"NUM": self._samples.shape[1], **self._constants}
+        for table in tables:
+            table.run(kernels("select").sample_keys, self._strides, self._samples, self._keys.last, **constants)
+            idle = table.without_segments()
+            for is_first in (True, False):
+                self._count(idle, is_first)
+            self.write(idle, self.num_nans, writes_mask=True)
+        self._narrow(torch.zeros_like(self.states[:1]))
+
+    def find(self, make_tables: Callable[[], Iterable[Table]], *, may_fail: bool) -> None:
+        """Find what is pruned. Every rank must call it, after :meth:`sample`.
+
+        Communicates a maximum of 1 MiB, and sums of at most 1 MiB. ``may_fail``: what ``make_tables`` raises is raised
+        on all ranks; the host then waits for each pass, and there are not more than are needed.
         """
-        select, last = kernels("select"), self._keys.last
-        for table in make_tables():
-            constants = {"NUM": self._samples.shape[1], **self._constants}
-            table.run(select.sample_keys, self._strides, self._samples, last, **constants)
         if self._comm.size > 1:
             self._comm.max_in_place(self._samples)
         self._samples[:, -1] = _LAST_KEY
         bracket = self._samples.sort(1).values.gather(1, self._ends).to(torch.int64)
         # What is gone is below: many zeros would wait for each other in one bin.
-        self.states[:, 1:3] = torch.where(
-            self.states[:, :1] > 0, bracket.clamp_(min=self._keys.gone + 1), self._keys.gone
-        )
+        bracket.clamp_(min=self._keys.gone + 1)
+        self.states[:, 1:3] = torch.where(self.states[:, :1] > 0, bracket, self._keys.gone)
         del self._samples
         for number in range(self._num_passes):
-            for table in make_tables():
-                table.run(
-                    select.count, self.states, self._histogram, self.num_nans, last, BITS=self._bits,
-                    LOOKS_FOR_NANS=number == 0, **self._constants,
-                )  # fmt: skip
-            if self._comm.size > 1:
-                self._comm.sum_to(self._histogram, None)
-            select.narrow[(len(self.states),)](
-                self.states, self._histogram, self._keys.gone, BITS=self._bits, num_warps=8
-            )
-            if waits and bool(
-                (self.states[:, 1] == self.states[:, 2]).logical_and_(self.states[:, 3] == self.states[:, 4]).all()
-            ):
+
+            def count(words: torch.Tensor, is_first: bool = number == 0) -> None:
+                for table in make_tables():
+                    self._count(table, is_first)
+                if words is not self._histogram:
+                    words.copy_(self._histogram)
+
+            if may_fail:
+                self._histogram.copy_(sum_together(self._comm, tuple(self._histogram.shape), count))
+            else:
+                count(self._histogram)
+                if self._comm.size > 1:
+                    self._comm.sum_to(self._histogram, None)
+            if number == 0:
+                self.num_nans.copy_(self._histogram[:1, -1])
+                self._histogram[:, -1] = 0
+            self._narrow(self.states)
+            if may_fail and bool((self.states[:, [1, 3]] == self.states[:, [2, 4]]).all()):
                 break
-        if self._comm.size > 1:
-            self._comm.sum_to(self.num_nans, None)
+
+    def _count(self, table: Table, is_first: bool) -> None:
+        num_nans = self._histogram[0, -1:]
+        constants = {"BITS": self._bits, "LOOKS_FOR_NANS": is_first, **self._constants}
+        table.run(kernels("select").count, self.states, self._histogram, num_nans, self._keys.last, **constants)
+
+    def _narrow(self, states: torch.Tensor) -> None:
+        constants = {"BITS": self._bits, "num_warps": 8}
+        narrow = kernels("select").narrow
+        launch(narrow, (len(states),), states.device, states, self._histogram, self._keys.gone, **constants)
 
     def write(self, table: Table, totals: torch.Tensor, *, writes_mask: bool) -> None:
         """Write +0.0 where elements go, or a mask of what stays, unless something is NaN. Local.
 
-        ``totals`` (tensors, 3), int64: pruned, gone before; the NaNs of a tensor are not counted.
+        ``totals`` (tensors, 3), int64: pruned, gone before; or how many are NaN.
         """
-        table.run(
-            kernels("select").write_lowest, self.states, self.num_nans, totals, self._keys.gone, self._keys.last,
-            WRITES_MASK=writes_mask, **self._constants,
-        )  # fmt: skip
+        numbers = self._keys.gone, self._keys.last
+        constants = {"WRITES_MASK": writes_mask, **self._constants}
+        table.run(kernels("select").write_lowest, self.states, self.num_nans, totals, *numbers, **constants)
 
 
 def prune_pieces(
@@ -157,7 +181,8 @@ def prune_pieces(
     tables = tables_of(pieces, tuning.block, programs=tuning.programs)
     lowest = Lowest(comm, device, num_lowest, num_positions, keys, tuning)
     totals = torch.zeros((1 + max(piece.tensor for piece in pieces), 3), dtype=torch.int64, device=device)
-    lowest.find(lambda: tables)
+    lowest.sample(tables)
+    lowest.find(lambda: tables, may_fail=False)
     for table in tables:
         lowest.write(table, totals, writes_mask=writes_mask)
     return totals, lowest

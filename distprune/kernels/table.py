@@ -6,13 +6,14 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from distprune.kernels.available import kernels, num_programs
+from distprune.kernels.available import kernels, launch, num_programs
 from distprune.shards.device import sent
 from distprune.shards.geometry import Geometry
 
@@ -40,7 +41,8 @@ class Piece:
     tensor: int = 0
     competition: int = 0
     zeroth: int = 0
-    flat: int = 0  # index of the first element
+    flat: int = 0  # index of what ``start`` counts from
+    start: int = 0
     run: int = _CONTIGUOUS
     stride: int = 0
     other: torch.Tensor | None = None
@@ -48,11 +50,16 @@ class Piece:
     seeds: tuple[int, int] = (0, 0)
     owned: bool = True
 
+    def cut(self, at: slice) -> Piece:
+        """Return the piece of the elements ``at``."""
+        other, out = (None if tensor is None else tensor[at] for tensor in (self.other, self.out))
+        return dataclasses.replace(self, values=self.values[at], other=other, out=out)
+
     def row(self) -> tuple[int, ...]:
         """Return the columns of a segment that is all of it."""
         other = 0 if self.other is None else self.other.data_ptr()
         addresses = self.values.data_ptr(), other, 0 if self.out is None else self.out.data_ptr()
-        place = self.tensor, self.competition, self.zeroth, self.flat, 0, self.run, self.stride
+        place = self.tensor, self.competition, self.zeroth, self.flat, self.start, self.run, self.stride
         return *addresses, self.values.numel(), *place, *self.seeds, self.owned
 
 
@@ -61,21 +68,39 @@ def pieces_of(
     **fields: Any,
 ) -> list[Piece]:  # fmt: skip
     """Return the elements of a shard, contiguous in memory, as pieces: one, where its runs are equally far apart."""
-    if not geometry.local_numel:
-        return []
     whole = Piece(values.view(-1), other=_flat(other), out=_flat(out), **fields)
-    if geometry.flat_start is not None:
-        return [dataclasses.replace(whole, flat=geometry.flat_start)]
+    return [
+        dataclasses.replace(whole.cut(at), flat=flat, run=run, stride=stride)
+        for at, flat, run, stride in _parts(geometry)
+    ]
+
+
+def pieces_between(
+    geometry: Geometry, begin: int, values: torch.Tensor, out: torch.Tensor | None, **fields: Any
+) -> list[Piece]:
+    """Return ``values``, of the local elements from ``begin`` on, as pieces."""
+    whole, end, found = Piece(values, out=out, **fields), begin + len(values), []
+    for at, flat, run, stride in _parts(geometry):
+        low, high = max(at.start, begin), min(at.stop, end)
+        if low < high:
+            piece = whole.cut(slice(low - begin, high - begin))
+            found.append(dataclasses.replace(piece, flat=flat, run=run, stride=stride, start=low - at.start))
+    return found
+
+
+@lru_cache(maxsize=1 << 12)
+def _parts(geometry: Geometry) -> list[tuple[slice, int, int, int]]:
+    """Return local offsets whose flat indices are of one kind: the first, how many follow it, and how far apart."""
+    numel, start = geometry.local_numel, geometry.flat_start
+    if not numel or start is not None:
+        return [(slice(0, numel), start or 0, _CONTIGUOUS, 0)] if numel else []
     starts, lengths = _runs_of(geometry)
     if len(set(np.diff(starts).tolist())) <= 1 and len(set(lengths.tolist())) == 1:
         apart = int(starts[1] - starts[0]) if len(starts) > 1 else _CONTIGUOUS
-        return [dataclasses.replace(whole, flat=int(starts[0]), run=int(lengths[0]), stride=apart)]
-    pieces, stops = [], np.cumsum(lengths)
-    for start, stop, length in zip(starts.tolist(), stops.tolist(), lengths.tolist(), strict=True):
-        at = slice(stop - length, stop)
-        other, out = (None if tensor is None else tensor[at] for tensor in (whole.other, whole.out))
-        pieces.append(dataclasses.replace(whole, values=whole.values[at], other=other, out=out, flat=start))
-    return pieces
+        return [(slice(0, numel), int(starts[0]), int(lengths[0]), apart)]
+    stops = np.cumsum(lengths)
+    rows = zip(starts.tolist(), (stops - lengths).tolist(), stops.tolist(), strict=True)
+    return [(slice(begin, end), flat, _CONTIGUOUS, 0) for flat, begin, end in rows]
 
 
 def _flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -109,9 +134,16 @@ class Table:
     itemsize: int
     sent: torch.Tensor = field(init=False)
 
+    def without_segments(self) -> Table:
+        """Return a table of the same kind that has nothing to do."""
+        idle = dataclasses.replace(self)
+        idle.sent = torch.zeros_like(self.sent)
+        return idle
+
     def run(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
+        """Launch ``kernel`` for all segments."""
         segments, firsts = self.sent[: self.num_columns], self.sent[self.num_columns :]
-        kernel[self.grid](segments, firsts, *arguments, **self.constants, **constants)
+        launch(kernel, self.grid, self.sent.device, segments, firsts, *arguments, **self.constants, **constants)
 
 
 def tables_of(pieces: Sequence[Piece], block: int, *, row: int = 1, programs: int | None = None) -> list[Table]:
@@ -158,7 +190,7 @@ def _table(kind: tuple[Any, ...], columns: Sequence[tuple[int, ...]], block: int
     table[:, _NUMEL] = np.minimum((np.append(cuts[1:], ends[-1]) - cuts) * block, numels[owners] - start)
     for column, size in ((_VALUES, dtype.itemsize), (_OTHER, 0 if other is None else other.itemsize), (_OUT, 1)):
         table[:, column] += start * size * (table[:, column] != 0)
-    table[:, _START] = start
+    table[:, _START] += start
     language = kernels("tiles").tl
     constants = {"DTYPE": getattr(language, _NAMES[dtype]), "GRAD": getattr(language, _NAMES[other or dtype])}
     constants |= {"ALIGNED": is_aligned and block % 16 == 0, "CONTIGUOUS": is_contiguous}

@@ -9,14 +9,13 @@ a share of all elements, or *of what is left*, as in ``torch.nn.utils.prune``.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, Protocol, Self
 
 import numpy as np
 import torch
@@ -25,12 +24,10 @@ from typing_extensions import override
 from distprune.collectives.base import Communicator
 from distprune.collectives.guarded import guarding
 from distprune.collectives.roster import Roster
+from distprune.kernels.available import has_kernels
 from distprune.scores.base import LocalScores, Score
-from distprune.selection.host import Keyed, Source
 from distprune.selection.order import Order, common_order
-from distprune.selection.radix import Competition, Selection, select_lowest
 from distprune.shards.device import fetched, on_host
-from distprune.shards.geometry import Geometry
 from distprune.shards.local_shard import no_values
 from distprune.shards.matrix import Matrix
 from distprune.shards.own_settings import own_settings
@@ -65,6 +62,14 @@ class Ranked:
             if each.shard.local.is_meta:
                 raise no_values(each.shard.name)
         return [dataclasses.replace(each, regrows=True) for each in scores] if self.regrows else scores
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether what each rank holds lies on one GPU that has kernels: all ranks say the same."""
+        if self.comm.size > 1:
+            return self.roster.on_gpu
+        devices = {scores.device for scores in self.scores}
+        return len(devices) == 1 and all(map(has_kernels, devices))
 
     @cached_property
     def owned(self) -> dict[int, LocalScores]:
@@ -121,6 +126,16 @@ class Chosen:
     num_nans: int
 
 
+class InPlace(Protocol):
+    """What writes zeros into the weights themselves."""
+
+    def zero(self) -> None:
+        """Write them, if no score is NaN on any rank. It cannot fail. Local, no wait."""
+
+    def counts(self) -> Sequence[torch.Tensor]:
+        """Return the counts of each shard, on the CPU. Local, one wait."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """What a pattern chose.
@@ -132,12 +147,14 @@ class Choice:
     no unit (see :meth:`Pattern.unit`), into ``out``: bool, 1-D, contiguous, on the device of the weights. It returns
     how many elements are pruned, how many of these were gone before, and how many scores are NaN: int64, on that
     device. It is local; the caller runs it within its next round and sums the NaNs, which must be 0. ``decide_all``
-    does the same for many shards, where that is quicker together.
+    does the same for many shards, where that is quicker together. ``in_place`` writes zeros
+    into all weights, without a mask.
     """
 
     thresholds: list[float | int | None]
     decide: Callable[[LocalScores, torch.Tensor], torch.Tensor]
     decide_all: Callable[[Sequence[LocalScores], Sequence[torch.Tensor]], Sequence[torch.Tensor]] | None = None
+    in_place: InPlace | None = None
 
     def write_masks(self, scores: Sequence[LocalScores]) -> tuple[list[torch.Tensor], Sequence[torch.Tensor]]:
         """Return the mask of each of ``scores``, and the counts that ``decide`` returns. Local, as ``decide``."""
@@ -317,79 +334,3 @@ def own_share(shares: Mapping[str, int | float], name: str) -> int | float:
     if name not in shares:
         raise ValueError(f"there is no sparsity for {name!r}; give one for each parameter: 0 leaves it dense")
     return shares[name]
-
-
-def num_lowest(share: Shares, names: Sequence[str], num: int, num_gone: int, what: str = "", *, of_left: bool) -> int:
-    """Return how many of the ``num`` elements of parameters ``names`` are pruned in all.
-
-    The ``num_gone`` that are gone are among them. ``share`` is of all elements, or, with ``of_left``, of those that are
-    not gone. ``what`` says in an error what is counted.
-
-    Raises:
-        ValueError: the share is more than there is, or none is given for the parameter.
-    """
-    where = (repr(names[0]) if len(names) == 1 else "all parameters together") + what
-    if isinstance(share, Mapping):
-        share = own_share(share, names[0])
-    before = num_gone if of_left else 0
-    wanted = int(share) if isinstance(share, numbers.Integral) else round(float(share) * (num - before))
-    if wanted > num - before:
-        name, counted = ("amount", "unpruned elements left") if of_left else ("sparsity", "elements")
-        raise ValueError(f"{name}={share} is more than the {num - before} {counted} in {where}")
-    return before + wanted
-
-
-@dataclass(frozen=True)
-class Competing:
-    """The members of a call, in one competition (``scope="global"``) or each in its own (``"tensor"``).
-
-    ``num_of``: by member, what competes of it: elements, or blocks.
-    """
-
-    ranked: Ranked
-    scope: Scope
-    num_of: Sequence[int]
-
-    @cached_property
-    def _firsts(self) -> list[int]:
-        return list(itertools.accumulate(self.num_of, initial=0))
-
-    @property
-    def members(self) -> list[list[int]]:
-        """The members in each competition."""
-        if self.scope == "global":
-            return [list(range(len(self.num_of)))] if self.num_of else []
-        return [[i] for i in range(len(self.num_of))]
-
-    def place(self, member: int) -> tuple[int, int]:
-        """Return the competition of ``member``, and its first position there."""
-        return (0, self._firsts[member]) if self.scope == "global" else (member, 0)
-
-    def source(self, member: int, scores: Keyed, geometry: Geometry, *, owned: bool) -> Source:
-        """Return what ``member`` enters into its competition."""
-        return Source(self.ranked.roster.members[member].name, scores, geometry, owned, *self.place(member))
-
-    def select(
-        self,
-        share: Shares,
-        num_gone: Sequence[int],
-        order: Callable[[Sequence[int]], Order],
-        make_sources: Callable[[], Sequence[Source]],
-        what: str = "",
-    ) -> tuple[Selection, list[float | int | None]]:
-        """Choose the ``share`` lowest of each competition. Every rank must call it.
-
-        Return also the threshold of each member. ``num_gone``: by member. ``order`` returns the order of some members;
-        ``what`` says in an error what is counted.
-        Rounds and errors are those of :func:`select_lowest`.
-        """
-        names = [member.name for member in self.ranked.roster.members]
-        competitions = []
-        for members in self.members:
-            num, gone = sum(self.num_of[i] for i in members), sum(num_gone[i] for i in members)
-            wanted = num_lowest(share, [names[i] for i in members], num, gone, what, of_left=self.ranked.of_left)
-            name = repr(names[members[0]]) if self.scope == "tensor" else "all parameters together"
-            competitions.append(Competition(name, order(members), num, wanted))
-        selection = select_lowest(self.ranked.comm, competitions, make_sources)
-        thresholds = selection.thresholds
-        return selection, thresholds * len(names) if self.scope == "global" else thresholds

@@ -28,8 +28,9 @@ from distprune.patterns.addends import (
     score_of,
     wrapped,
 )
-from distprune.patterns.base import Choice, Competing, Pattern, Ranked, Scope, Shares, check_share, num_lowest
+from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares, check_share
 from distprune.patterns.census import take_census
+from distprune.patterns.competing import Competing, num_lowest
 from distprune.scores.base import LocalScores
 from distprune.shards.device import chunk_size, count_true, fetched, sent
 from distprune.shards.geometry import Runs

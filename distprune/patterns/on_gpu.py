@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, final
 
 import torch
 
+from distprune.collectives.agree import together
 from distprune.kernels.available import has_kernels
-from distprune.kernels.lowest import Keys
-from distprune.kernels.table import Piece, pieces_of
+from distprune.kernels.lowest import Keys, Lowest
+from distprune.kernels.table import Piece, Table, pieces_between, pieces_of, tables_of
 from distprune.kernels.within import keep_groups, keep_rows
 from distprune.patterns.base import Ranked
+from distprune.patterns.competing import Competing
 from distprune.scores.base import LocalScores
 from distprune.scores.random import Random
 from distprune.selection.order import Order
+from distprune.selection.radix import Competition
+from distprune.shards.device import fetched
 
+_BLOCK = 1024
+_CHUNK = 1 << 22  # elements whose keys are computed at a time: with temporaries, under 64 MiB
+_MOST = (1 << 31) - 1
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def keys_of_weights(ranked: Ranked, scores: Sequence[LocalScores], orders: Iterable[Order]) -> Keys | None:
     """Return how kernels make keys of all of ``scores``, on one GPU; ``None``: they do not. Local."""
-    name, distinct, devices = ranked.score.kernel, {*orders}, {each.device for each in scores}
+    name, own_orders, devices = ranked.score.kernel, [*orders], {each.device for each in scores}
     is_gone = {None if each.gone is None else each.gone is each.shard.local for each in scores}
-    if name is None or ranked.regrows or len(distinct) != 1 or len(devices) != 1 or len(is_gone) != 1:
+    if name is None or ranked.regrows or len(devices) != 1 or len(is_gone) != 1 or False in is_gone:
         return None
-    (order,), (device,), (zeros_gone,) = distinct, devices, is_gone
-    if zeros_gone is False or not has_kernels(device) or not all(map(_is_plain, scores)):
+    zeros_gone = True in is_gone
+    if len({(order.ordered_by, order.zeros_gone) for order in own_orders}) != 1:
         return None
-    wide = name == "magnitude" and any(each.shard.local.dtype is not order.value_dtype for each in scores)
-    gone = 0 if name == "magnitude" and zeros_gone else -1
-    return Keys(name, gone, order.last, bool(zeros_gone), wide)
+    if not all(map(has_kernels, devices)) or not all(map(_is_plain, scores)):
+        return None
+    dtypes = [each.shard.local.dtype for each in scores]
+    wide = name == "magnitude" and any(d is not o.value_dtype for d, o in zip(dtypes, own_orders, strict=True))
+    return Keys(name, 0 if name == "magnitude" and zeros_gone else -1, own_orders[0].last, zeros_gone, wide)
 
 
 def _is_plain(scores: LocalScores) -> bool:
@@ -60,3 +69,83 @@ def write_masks(
     for (kind, first, second), parts in members.items():
         (keep_groups if kind == "groups" else keep_rows)(parts, first, second, keys, totals)
     return [*totals.unbind()]
+
+
+def runs_on_gpu(ranked: Ranked, competitions: Sequence[Competition]) -> bool:
+    """Return whether kernels choose, on all ranks alike. Local."""
+    orders = {competition.order for competition in competitions}
+    fit = all(order.key_dtype.itemsize <= 4 for order in orders)
+    return ranked.on_gpu and fit and (len(orders) == 1 or ranked.score.kernel is not None)
+
+
+@final
+class ElementsOnGpu:
+    """The choice of elements that lie on GPUs, one of each rank. Every rank must make one.
+
+    Communicates 64 bytes, and what :meth:`Lowest.find` does. ``thresholds``: by member, once it was written.
+    """
+
+    def __init__(self, ranked: Ranked, competing: Competing, competitions: Sequence[Competition]) -> None:
+        self._ranked, self._competing, self._competitions = ranked, competing, competitions
+        self.thresholds: list[float | int | None] = [None] * len(ranked.numels)
+        numbers = [each.num_lowest for each in competitions], [each.num_positions for each in competitions]
+        with together(ranked.comm):
+            scores = ranked.scores
+            self._keys = keys_of_weights(ranked, scores, [self._order(each) for each in scores])
+            self.reads_weights = self._keys is not None
+            if self._keys is None:
+                order = competitions[0].order
+                self._keys = Keys("keys", order.gone, order.last if order.has_nans else _MOST)
+            self._lowest = Lowest(ranked.comm, scores[0].device, *numbers, self._keys)
+            self._totals = torch.zeros((len(scores), 3), dtype=torch.int64, device=scores[0].device)
+            self._tables = tables_of(self._pieces(scores, None), _BLOCK) if self.reads_weights else []
+            self._lowest.sample(self._tables or self._chunks(scores, None))
+        make = (lambda: self._tables) if self.reads_weights else (lambda: self._chunks(scores, None))
+        self._lowest.find(make, may_fail=not self.reads_weights)
+
+    def _order(self, scores: LocalScores) -> Order:
+        return self._competitions[self._competing.place(self._ranked.index[scores.shard.name])[0]].order
+
+    def _pieces(self, scores: Sequence[LocalScores], outs: Sequence[torch.Tensor] | None) -> list[Piece]:
+        found: list[Piece] = []
+        for i, each in enumerate(scores):
+            competition, first = self._competing.place(self._ranked.index[each.shard.name])
+            out = None if outs is None else outs[i]
+            found += pieces(each, i, out, competition=competition, zeroth=first)
+        return found
+
+    def _chunks(self, scores: Sequence[LocalScores], outs: Sequence[torch.Tensor] | None) -> Iterator[Table]:
+        """Yield tables of keys that are computed chunk by chunk."""
+        for i, each in enumerate(scores):
+            competition, first = self._competing.place(self._ranked.index[each.shard.name])
+            place = {"tensor": i, "competition": competition, "zeroth": first, "owned": each.shard.owned}
+            geometry, order = each.shard.geometry, self._order(each)
+            for start in range(0, geometry.local_numel, _CHUNK):
+                at = slice(start, min(start + _CHUNK, geometry.local_numel))
+                out = None if outs is None else outs[i][at]
+                keys = each.keys_at(order, at).to(torch.int32)
+                yield from tables_of(pieces_between(geometry, start, keys, out, **place), _BLOCK)
+
+    def write_masks(self, scores: Sequence[LocalScores], outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Write what stays of ``scores``, and return the counts of each: pruned, gone before, NaN. Local, one wait."""
+        self._totals.zero_()
+        made = tables_of(self._pieces(scores, outs), _BLOCK) if self.reads_weights else self._chunks(scores, outs)
+        for table in made:
+            self._lowest.write(table, self._totals, writes_mask=True)
+        return self.counts()[: len(scores)]
+
+    def zero(self) -> None:
+        """Write zeros into the weights, if none is NaN on any rank. Local, no wait."""
+        self._totals.zero_()
+        for table in self._tables:
+            self._lowest.write(table, self._totals, writes_mask=False)
+
+    def counts(self) -> list[torch.Tensor]:
+        """Return the counts of what was written last, and note the thresholds. Local, one wait."""
+        totals, states = fetched([self._totals, self._lowest.states])
+        thresholds: list[float | int | None] = []
+        for competition, (_, _, key, *_) in zip(self._competitions, states.tolist(), strict=True):
+            is_new = competition.num_lowest > 0 and key != self._lowest.gone
+            thresholds.append(competition.order.values([key])[0] if is_new else None)
+        self.thresholds[:] = self._competing.by_member(thresholds)
+        return [*totals.unbind()]

@@ -9,11 +9,14 @@ from typing import final
 import torch
 from typing_extensions import override
 
-from distprune.patterns.base import Choice, Competing, Pattern, Ranked, Scope, Shares, check_share
+from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares, check_share
 from distprune.patterns.census import take_census
+from distprune.patterns.competing import Competing
+from distprune.patterns.on_gpu import ElementsOnGpu, runs_on_gpu
 from distprune.patterns.within_rows import PerRow
 from distprune.scores.base import LocalScores
 from distprune.selection.host import Source
+from distprune.selection.radix import select_lowest
 from distprune.shards.matrix import Matrix
 
 
@@ -84,7 +87,13 @@ def choose_elements(ranked: Ranked, share: Shares, scope: Scope, num_gone: Seque
         shards = [(each, each.shard) for each in scores]
         return [competing.source(ranked.index[s.name], each, s.geometry, owned=s.owned) for each, s in shards]
 
-    selection, thresholds = competing.select(share, num_gone, ranked.order, lambda: sources(ranked.scores), what)
+    competitions = competing.competitions(share, num_gone, ranked.order, what)
+    if runs_on_gpu(ranked, competitions):
+        on_gpu = ElementsOnGpu(ranked, competing, competitions)
+        in_place = on_gpu if on_gpu.reads_weights else None
+        return Choice(on_gpu.thresholds, lambda s, out: on_gpu.write_masks([s], [out])[0], on_gpu.write_masks, in_place)
+    selection = select_lowest(ranked.comm, competitions, lambda: sources(ranked.scores))
+    thresholds = competing.by_member(selection.thresholds)
 
     def decide_all(scores: Sequence[LocalScores], outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return selection.decide(sources(scores), outs)

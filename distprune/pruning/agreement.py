@@ -14,6 +14,7 @@ from distprune.collectives.agree import check_facts, same_everywhere, sum_togeth
 from distprune.collectives.base import Communicator
 from distprune.collectives.roster import Member, Roster, roster_of_all, roster_of_one
 from distprune.hints import near_names
+from distprune.kernels.available import has_kernels
 from distprune.models.find_shards import Found, NamePattern, find_shards
 from distprune.scores.base import Score
 from distprune.scores.magnitude import Magnitude
@@ -89,7 +90,7 @@ def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T
             members.append(Member(shard.name, shard.shape, str(shard.local.dtype), shard.layout, evidence))
         lists = [[m.name, m.global_shape, m.dtype, m.layout and m.layout.name, m.evidence] for m in members]
         num_matches = [num for _, num in found.patterns]
-        return [facts, num_matches, found.num_parameters, found.lacks_blocks, lists]
+        return [facts, num_matches, found.num_parameters, found.lacks_blocks, lists, on_gpu(found.shards)]
 
     def draw() -> int:
         return int(torch.randint(1 << 62, (), device="cpu")) if looked[0][2].needs_seed else 0
@@ -98,20 +99,27 @@ def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T
     found, facts, score, rest = looked[0]
     score = score.seeded(drawn) if score.needs_seed else score
     if all_same:
-        return Agreed(comm, roster_of_one(comm, members), score, found, found.num_parameters), rest
+        roster = dataclasses.replace(roster_of_one(comm, members), on_gpu=on_gpu(found.shards))
+        return Agreed(comm, roster, score, found, found.num_parameters), rest
     check_facts(comm, facts)
 
     def count(words: torch.Tensor) -> None:
-        words.copy_(
-            torch.tensor([*(num for _, num in found.patterns), found.has_blocks], dtype=torch.int64, device="cpu")
-        )
+        own = [*(num for _, num in found.patterns), found.has_blocks, on_gpu(found.shards) and not found.lacks_blocks]
+        words.copy_(torch.tensor(own, dtype=torch.int64, device="cpu"))
 
-    *num_matches, num_with_blocks = sum_together(comm, (len(found.patterns) + 1,), count).tolist()
+    *num_matches, num_with_blocks, num_on_gpu = sum_together(comm, (len(found.patterns) + 2,), count).tolist()
     leaves_out = found.lacks_blocks and num_with_blocks > 0
     roster = roster_of_all(comm, [] if leaves_out else members)
+    roster = dataclasses.replace(roster, on_gpu=num_on_gpu == comm.size)
     patterns = [(pattern, num) for (pattern, _), num in zip(found.patterns, num_matches, strict=True)]
     found = dataclasses.replace(found, patterns=patterns, shards=[] if leaves_out else found.shards)
     return Agreed(comm, roster, score, found, None), rest
+
+
+def on_gpu(shards: Sequence[LocalShard]) -> bool:
+    """Return whether all ``shards`` lie on one GPU that has kernels. Local."""
+    devices = {shard.local.device for shard in shards}
+    return len(devices) == 1 and all(map(has_kernels, devices))
 
 
 def agree_on_model(

@@ -21,7 +21,7 @@ from distprune.models.find_shards import Found, NamePattern, find_shards
 from distprune.patterns.as_pattern import as_pattern
 from distprune.patterns.base import Pattern, Ranked, Scope
 from distprune.pruning.agreement import Facts, agree_on, all_shown, with_seed
-from distprune.pruning.choose_masks import choose_masks
+from distprune.pruning.choose_masks import choose_masks, zero_chosen
 from distprune.pruning.evidence import GivenEvidence, check_names, checksums, given_by_name, local_evidence
 from distprune.pruning.fitting import fitted
 from distprune.pruning.masks import Masks
@@ -219,6 +219,8 @@ class Request:
 def prune_requested(group: Group, request: Request) -> PruneReport:
     """Find, agree, choose, and apply. Every rank must call it."""
     choosing = Choosing(communicator(group), request)
+    if choosing.choice.in_place is not None:
+        return choosing.report(zero_chosen(choosing.ranked, choosing.choice.in_place))
     masks, counts = choose_masks(choosing.ranked, choosing.choice)
     locals_ = [scores.shard.local for scores in choosing.ranked.scores]
     zero_all_where_pruned([*zip(locals_, masks, strict=True)])  # from here on no rank can fail: in place

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from typing_extensions import override
 
 import distprune as prune
+from distprune.collectives.communicator import communicator
+from distprune.kernels.available import launch
 from distprune.kernels.table import Table
+from tests.device_path import counted_waits
+from tests.worlds import ProcessPool
 
 SHAPES = [(6, 32), (8, 64), (3, 32)]
 
@@ -46,3 +55,103 @@ def test_rows_and_groups(pattern: str, dtype: torch.dtype, kind: str) -> None:
     assert launched.call_count == (1 if pattern != "row" else 2)
     assert all(map(torch.equal, zeros(here), zeros(there)))
     assert report.parameters == other.parameters
+
+
+KINDS = [
+    (score, how, dtype, kind)
+    for score in ("magnitude", "gradient", "taylor", "random", "function", "value")
+    for how in ({}, {"scope": "tensor"})
+    for dtype in (torch.float32, torch.bfloat16, None)
+    for kind in ("normal", "ties")
+]
+
+
+class Signed(prune.Score):
+    """Ordered by value, and negative."""
+
+    @override
+    def values(self, elements: Any) -> torch.Tensor:
+        weight: torch.Tensor = elements.weight
+        return weight.float() - 0.5
+
+
+SCORES: dict[str, Any] = {"function": torch.square, "value": Signed()}
+
+
+def check_elements(score: str, how: dict[str, Any], dtype: torch.dtype | None, kind: str, share: float) -> None:
+    call = {"sparsity": share, "score": SCORES.get(score, score), "include": "*", "scope": how.get("scope")}
+    here, there, masked = (model(dtype or torch.float32, kind) for _ in range(3))
+    if dtype is None:  # of several dtypes
+        for module in (here, there, masked):
+            module[1].to(torch.bfloat16)  # type: ignore[index]
+    with patch("distprune.kernels.available._DEVICES", ()):
+        report = prune.prune_model(here, **call)
+    other = prune.prune_model(there, **call)
+    masks = prune.compute_masks(masked, **call)
+    assert all(map(torch.equal, zeros(here), zeros(there)))
+    assert report.parameters == other.parameters
+    for (name, weight), zero in zip(masked.named_parameters(), zeros(here), strict=True):
+        assert torch.equal(masks[name], zero != 0) or kind == "ties"
+        assert torch.equal(weight * masks[name], zero)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("score", "how", "dtype", "kind"), KINDS, ids=str)
+@pytest.mark.sampled(7)
+def test_elements(score: str, how: dict[str, Any], dtype: torch.dtype | None, kind: str) -> None:
+    for share in (0.0, 0.4):
+        check_elements(score, how, dtype, kind, share)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_nothing_changes_if_a_weight_is_nan() -> None:
+    module = model(torch.float32, "normal")
+    next(module.parameters()).data[0, :2] = torch.nan
+    before = zeros(module)
+    with pytest.raises(ValueError, match=r"NaN in '0\.weight' \(2\)"):
+        prune.prune_model(module, 0.5, include="*")
+    assert all(torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0)) for a, b in zip(before, zeros(module), strict=True))
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("how", [{}, {"scope": "tensor"}, {"pattern": "2:4", "sparsity": None}], ids=str)
+def test_launches_and_waits_of_a_call(how: dict[str, Any]) -> None:
+    """They are those of any number of tensors."""
+    layers = nn.Sequential(*(nn.Linear(16, 2, bias=False) for _ in range(154)))
+    with patch("distprune.kernels.table.launch", wraps=launch) as launched, counted_waits() as waits:
+        prune.prune_model(layers, **{"sparsity": 0.5, "include": "*", **how})
+    assert launched.call_count <= 20
+    assert waits.num_fetches <= 3  # one to choose; the others, of no tensors, do not wait
+
+
+def pruned_on_rank(_: int, score: str, shares: dict[str, Any]) -> list[torch.Tensor]:
+    """Prune what FSDP2 shards unevenly, a matrix by columns, and a copy on each rank, by kernels."""
+    import_module("tests.kernels.interpreted")
+    with patch("distprune.kernels.available._DEVICES", ("cpu",)), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        module, mesh = model(torch.float32, "ties"), init_device_mesh("cpu", (2,))
+        placements = ([Shard(0)], [Shard(1)], [Replicate()])
+        for layer, placement in zip(module, placements, strict=True):  # type: ignore[call-overload]
+            weight = distribute_tensor(layer.weight.data, mesh, placement)
+            layer.weight = nn.Parameter(weight)
+        comm = communicator(None)
+        report = prune.prune_model(module, score=SCORES.get(score, score), include="*", group=comm, **shares)
+        assert report.num_rounds <= 14
+        assert report.num_bytes < 4 << 20
+        whole = [parameter.full_tensor().detach() for parameter in module.parameters()]  # type: ignore[attr-defined]
+        return [*whole, torch.tensor([parameter.num_zeros for parameter in report.parameters])]
+
+
+@pytest.mark.parametrize("score", ["magnitude", "random", "value"])
+@pytest.mark.parametrize(
+    "shares", [{"sparsity": 0.4}, {"sparsity": 0.7, "scope": "tensor"}, {"pattern": "2:4"}], ids=str
+)
+@pytest.mark.sampled(3)
+def test_two_ranks(pool: ProcessPool, score: str, shares: dict[str, Any]) -> None:
+    pytest.importorskip("triton")
+    alone = model(torch.float32, "ties")
+    report = prune.prune_model(alone, score=SCORES.get(score, score), include="*", **shares)
+    wanted = [*zeros(alone), torch.tensor([parameter.num_zeros for parameter in report.parameters])]
+    for of_rank in pool.run(2, pruned_on_rank, score, shares):
+        assert all(map(torch.equal, of_rank, wanted))

@@ -90,12 +90,12 @@ def sample_keys(segments, firsts, strides, samples, last_key, NUM: tl.constexpr,
 def count(segments, firsts, states, histogram, num_nans, last_key, BITS: tl.constexpr, LOOKS_FOR_NANS: tl.constexpr,
           BLOCK: tl.constexpr, SCORE: tl.constexpr, ZEROS_GONE: tl.constexpr, DTYPE: tl.constexpr, GRAD: tl.constexpr,
           WIDE: tl.constexpr, ALIGNED: tl.constexpr, CONTIGUOUS: tl.constexpr):  # fmt: skip
-    """Add what is in each range to ``histogram`` (competitions, bins + 1), and at its end what is below."""
+    """Add what is in each range to ``histogram`` (competitions, bins + 2), and behind the bins what is below."""
     program, lanes = tl.program_id(0), tl.arange(0, BLOCK)
     for i in range(tl.load(firsts + program), tl.load(firsts + program + 1)):
         segment = segments + i * NUM_COLUMNS
         competition, numel, zeroth = tl.load(segment + COMPETITION), tl.load(segment + NUMEL), tl.load(segment + ZEROTH)
-        state, bins = states + competition * NUM_STATES, histogram + competition * ((1 << BITS) + 1)
+        state, bins = states + competition * NUM_STATES, histogram + competition * ((1 << BITS) + 2)
         key_low, key_high = tl.load(state + KEY_LOW), tl.load(state + KEY_HIGH)
         low, high = tl.load(state + LOW), tl.load(state + HIGH)
         is_owned = tl.load(segment + OWNED) != 0
@@ -110,7 +110,7 @@ def count(segments, firsts, states, histogram, num_nans, last_key, BITS: tl.cons
                 if LOOKS_FOR_NANS | ((first <= high) & (last >= low)):
                     valid = in_tile(lanes, start, numel, BLOCK, ALIGNED)
                     keys, is_nan = keys_of(segment, start, lanes, valid, last_key, SCORE, ZEROS_GONE, DTYPE, GRAD, WIDE,
-                                           ALIGNED, CONTIGUOUS)  # fmt: skip
+                                           ALIGNED, CONTIGUOUS, True)  # fmt: skip
                     if CONTIGUOUS:  # positions as int32, from the bin on in which the tile begins
                         begin, end = tl.maximum(low - first, 0), tl.minimum(numel - start, high + 1 - first)
                         here = lanes >= tl.minimum(begin, BLOCK).to(tl.int32)
@@ -141,7 +141,7 @@ def count(segments, firsts, states, histogram, num_nans, last_key, BITS: tl.cons
 def narrow(states, histogram, gone, BITS: tl.constexpr):
     """Make the bin that holds the k-th the new range; one program a competition. Its histogram is zero again."""
     BINS: tl.constexpr = 1 << BITS
-    state, bins = states + tl.program_id(0) * NUM_STATES, histogram + tl.program_id(0) * (BINS + 1)
+    state, bins = states + tl.program_id(0) * NUM_STATES, histogram + tl.program_id(0) * (BINS + 2)
     key_low, key_high = tl.load(state + KEY_LOW), tl.load(state + KEY_HIGH)
     low, high, last = tl.load(state + LOW), tl.load(state + HIGH), tl.load(state + NUM_POSITIONS) - 1
     if (key_low < key_high) | (low < high):
@@ -186,7 +186,7 @@ def write_lowest(segments, firsts, states, num_nans, totals, gone, last_key, WRI
                  WIDE: tl.constexpr, ALIGNED: tl.constexpr, CONTIGUOUS: tl.constexpr):  # fmt: skip
     """Write +0.0 where an element goes, or a mask of what stays, if nothing is NaN.
 
-    ``totals`` (tensors, 3): pruned, gone before; the third is not touched.
+    ``totals`` (tensors, 3): pruned, gone before, NaN.
     """
     program, lanes = tl.program_id(0), tl.arange(0, BLOCK)
     if tl.load(num_nans) == 0:
@@ -214,3 +214,12 @@ def write_lowest(segments, firsts, states, num_nans, totals, gone, last_key, WRI
                     store(tl.load(segment + VALUES), start, lanes, tl.where(goes, 0.0, values), valid, DTYPE, ALIGNED)
             add(totals + tl.load(segment + TENSOR) * 3, num_pruned)
             add(totals + tl.load(segment + TENSOR) * 3 + 1, num_gone)
+    else:  # they are named
+        for i in range(tl.load(firsts + program), tl.load(firsts + program + 1)):
+            segment = segments + i * NUM_COLUMNS
+            numel, nans = tl.load(segment + NUMEL), tl.zeros([BLOCK], tl.int32)
+            for start in range(0, numel, BLOCK):
+                valid = in_tile(lanes, start, numel, BLOCK, ALIGNED)
+                nans += keys_of(segment, start, lanes, valid, last_key, SCORE, ZEROS_GONE, DTYPE, GRAD, WIDE, ALIGNED,
+                                CONTIGUOUS, True)[1].to(tl.int32)  # fmt: skip
+            add(totals + tl.load(segment + TENSOR) * 3 + 2, nans)

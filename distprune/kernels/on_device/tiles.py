@@ -85,9 +85,11 @@ def hashed(segment, start, lanes, CONTIGUOUS: tl.constexpr):
 
 @triton.jit
 def keys_of(segment, start, lanes, valid, last_key, SCORE: tl.constexpr, ZEROS_GONE: tl.constexpr, DTYPE: tl.constexpr,
-            GRAD: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr, CONTIGUOUS: tl.constexpr):  # fmt: skip
-    """Return keys, and which are NaN. ``WIDE``: those of float32, in which other dtypes compete.
+            GRAD: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr, CONTIGUOUS: tl.constexpr,
+            WEIGHTS_TOO: tl.constexpr = False):  # fmt: skip
+    """Return keys, and which are NaN; ``WEIGHTS_TOO``: or of NaN weights.
 
+    ``WIDE``: those of float32, in which other dtypes compete.
     ``ZEROS_GONE``: a zero weight was pruned before, and has the lowest key: 0 of magnitudes, -1 else.
     """
     values = load(tl.load(segment + VALUES), start, lanes, valid, DTYPE, ALIGNED)
@@ -96,7 +98,7 @@ def keys_of(segment, start, lanes, valid, last_key, SCORE: tl.constexpr, ZEROS_G
         is_nan = valid & (keys > last_key)
     else:
         bits, infinity = magnitude(values)
-        is_nan = valid & (bits > infinity)
+        is_nan = valid & (bits > infinity) & (WEIGHTS_TOO or SCORE == MAGNITUDE)
         if SCORE == MAGNITUDE:
             keys = magnitude(values.to(tl.float32))[0] if WIDE else bits
         else:
