@@ -120,6 +120,13 @@ def groups_of(state: Any) -> list[Any]:
     return list(groups)
 
 
+def replace_managed(before: Any, now: Managed) -> None:
+    """Find ``now`` where the FSDPParam ``before`` was found, in modules whose other parameters are as they were."""
+    for module in {module for module, _ in _places_of(before)}:
+        others = [found for found in _found_last.get(module, ()) if found[0]() is not before]
+        _found_last[module] = [*others, (weakref.ref(now.param), weakref.ref(now.group))]
+
+
 def forget_places(modules: Iterable[nn.Module]) -> None:
     """Look for what FSDP2 manages in ``modules`` anew from now on: it has changed."""
     for module in modules:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from distprune.shards.fsdp2 import Managed, forget_places, groups_of, state_of
+from distprune.shards.fsdp2 import Managed, forget_places, groups_of, replace_managed, state_of
 from distprune.shards.torch_private import FSDPParam, find_private
 
 # torch 2.11 has none: the placement is all that it asks for.
@@ -94,7 +94,7 @@ def resize(managed: Managed, shape: Sequence[int], local: torch.Tensor) -> None:
     if managed.group._reset_sharded_params:  # a forward has run
         param.init_dtype_attrs(param.mp_policy)
     managed.group.fsdp_params = [param if other is before else other for other in managed.group.fsdp_params]
-    forget_places([before._module_info.module, *before._module_info.shared_modules])
+    replace_managed(before, Managed(param, managed.group))
 
 
 def drop_modules(model: nn.Module, dropped: Collection[nn.Module]) -> None:
