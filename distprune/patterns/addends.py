@@ -5,20 +5,25 @@ They are on a grid common to all units that compete. A *table* has a row of int6
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
+from typing_extensions import override
 
 from distprune.collectives.agree import max_together
-from distprune.patterns.base import Ranked
-from distprune.scores.base import LocalScores, Score
+from distprune.patterns.base import Choice, Ranked
+from distprune.scores.base import Elements, LocalScores, Score
 from distprune.scores.exact_sum import grid_scale, summable
 from distprune.selection.order import Order
 from distprune.selection.radix import raise_nans
-from distprune.shards.device import chunk_size, fetched
+from distprune.shards.device import chunk_size, count_true, fetched
+from distprune.shards.geometry import Geometry
+from distprune.shards.local_shard import LocalShard, Ownership
 
 VALUES = Order("value", torch.float64)  # of extremes
 SUMS = Order("value", torch.int64)  # of keys of units
@@ -147,26 +152,77 @@ def wrapped(number: int) -> int:
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def keys_of(table: torch.Tensor, score: Score, size: int, *, gone_compete: bool) -> torch.Tensor:
-    """Return the keys by which units of ``size`` elements compete, int64, given their ``table``; consumes it.
+class _UnitScore(Score):
+    """In the place of weights are the keys of units."""
+
+    @override
+    def values(self, elements: Elements) -> torch.Tensor:
+        return elements.weight
+
+    @override
+    def dtype(self, weight: torch.dtype) -> torch.dtype:
+        return torch.int64
+
+
+def competing(
+    ranked: Ranked, member: int, keys: torch.Tensor, left: torch.Tensor, geometry: Geometry, *, owned: bool = True
+) -> LocalScores:
+    """Return units as elements of a coarser parameter, of which ``geometry`` says which they are. Local.
+
+    ``keys``: see :func:`keys_of`. ``left``: which are not gone.
+    """
+    name = ranked.roster.members[member].name
+    if ranked.score.scores_units:
+        keys = ranked.score.of_units(name, geometry.flat_indices(0, geometry.local_numel)).to(torch.int64)
+    shard = LocalShard(name, keys.view(geometry.local_shape), geometry, Ownership(owned))
+    return LocalScores(shard, _UnitScore(), gone=left.view(geometry.local_shape), regrows=ranked.regrows)
+
+
+def as_elements(ranked: Ranked, nums: Sequence[int], make_scores: Callable[[], Sequence[LocalScores]]) -> Ranked:
+    """Return units as what a pattern of elements chooses from. ``nums``: of units, by member."""
+    members = [
+        dataclasses.replace(member, global_shape=(num,), dtype="torch.int64")
+        for member, num in zip(ranked.roster.members, nums, strict=True)
+    ]
+    roster = dataclasses.replace(ranked.roster, members=tuple(members))
+    how: dict[str, Any] = {"score": _UnitScore(), "make_scores": make_scores, "checks": False, "regrows": False}
+    return dataclasses.replace(ranked, roster=roster, **how)
+
+
+def keys_of(table: torch.Tensor, score: Score) -> torch.Tensor:
+    """Return the keys by which units compete, int64, given their ``table``, which is consumed.
 
     They are sums, negated if the score is ``descending``, or extremes. With more +inf than -inf a sum is +inf, and the
-    reverse; with as many of both, it is that of the finite elements. A unit is gone if all its elements are.
+    reverse; with as many of both, it is that of the finite elements.
     """
     keys = table[SUM]
-    if score.combined_by == "sum" and not score.scores_units:
+    if score.combined_by == "sum":
         keys.masked_fill_(table[NUM_INFINITE] > 0, SUMS.last).masked_fill_(table[NUM_INFINITE] < 0, SUMS.first)
-    if score.descending or score.combined_by == "min":
-        keys.neg_()
-    return keys if gone_compete else keys.masked_fill_(table[NUM_GONE] == size, SUMS.gone)
+    return keys.neg_() if score.descending or score.combined_by == "min" else keys
 
 
-def score_of(key: float | int | None, score: Score, scale: int | None) -> float | int | None:
-    """Return the score for which a key stands. A random key stands for itself."""
-    if key is None or scale is None:
-        return key
-    if score.combined_by != "sum":
-        return VALUES.values([int(key)])[0]
-    if key in (SUMS.first, SUMS.last):
-        return math.copysign(math.inf, key)
-    return math.ldexp(int(key), -scale)
+def thresholds_of(choice: Choice, score: Score, grid: Grid | None) -> list[float | int | None]:
+    """Return the score for which each threshold among units stands. A random key stands for itself."""
+    if grid is None:
+        return choice.thresholds
+    found: list[float | int | None] = []
+    for key, scale in zip(choice.thresholds, grid.scales, strict=True):
+        if key is None:
+            found.append(None)
+        elif score.combined_by != "sum":
+            found += VALUES.values([int(key)])
+        else:
+            is_infinite = key in (SUMS.first, SUMS.last)
+            found.append(math.copysign(math.inf, key) if is_infinite else math.ldexp(int(key), -scale))
+    return found
+
+
+def counts_of(scores: LocalScores, out: torch.Tensor, written: Iterable[slice]) -> torch.Tensor:
+    """Write that what is gone goes into ``out``, as ranges of it are ``written``; return the counts of ``Choice``."""
+    counts = torch.zeros(3, dtype=torch.int64, device=out.device)
+    for at in written:
+        if not scores.regrows and (gone := scores.is_gone(at)) is not None:
+            torch.gt(out[at], gone, out=out[at])  # and not
+            counts[1] += count_true(gone)
+    counts[0] = len(out) - count_true(out)
+    return counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import final
@@ -11,13 +12,12 @@ import torch
 from typing_extensions import override
 
 from distprune.collectives.agree import sum_together
-from distprune.patterns.addends import agree_on_grid, score_of
+from distprune.patterns.addends import agree_on_grid, counts_of, thresholds_of
 from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares, check_share
 from distprune.patterns.census import take_census
 from distprune.patterns.own_blocks import OwnBlocks
 from distprune.patterns.unstructured import choose_elements
 from distprune.scores.base import LocalScores
-from distprune.shards.device import count_true
 from distprune.shards.matrix import Matrix
 
 
@@ -96,7 +96,7 @@ class Block(Pattern):
         gone_before, num_cut = take_census(
             ranked,
             counts_gone=ranked.of_left,
-            num_cut=lambda each: each.shard.as_matrix().transposed if is_of_one else blocks.num_cut(each),
+            num_cut=lambda each: each.shard.as_matrix().transposed if is_of_one else len(blocks.of(each).cut),
         )
         if is_of_one and not any(num_cut):
             return choose_elements(ranked, self.sparsity, self.scope, gone_before, " (blocks)")
@@ -113,27 +113,17 @@ class Block(Pattern):
         stays_on = cache(lambda device: blocks.stays(choice, answers, device))
 
         def decide(scores: LocalScores, out: torch.Tensor) -> torch.Tensor:
-            counts, member = torch.zeros(3, dtype=torch.int64, device=out.device), ranked.index[scores.shard.name]
-            for part, own, stays in zip(
-                blocks.of(scores), blocks.of(blocks.scores[member]), stays_on(out.device)[member], strict=True
-            ):
-                if part is not own:  # a piece of a shard, on the host
-                    lines, columns = (
-                        np.searchsorted(all_bands.numbers, bands.numbers)
-                        for all_bands, bands in ((own.lines, part.lines), (own.columns, part.columns))
-                    )
-                    stays = stays[lines[:, None], columns]
+            member, part = ranked.index[scores.shard.name], blocks.of(scores)
+            own, stays = blocks.of(blocks.scores[member]), stays_on(out.device)[member]
+            if part is not own:  # a piece of a shard, on the host
+                lines = np.searchsorted(own.lines.numbers, part.lines.numbers)
+                stays = stays[lines[:, None], np.searchsorted(own.columns.numbers, part.columns.numbers)]
+
+            def written() -> Iterator[slice]:
                 for at, bands in part.chunks(out.device):
                     part.spread(bands, stays, out[at])
-                    if not ranked.regrows and (gone := scores.is_gone(at)) is not None:
-                        torch.gt(out[at], gone, out=out[at])  # and not
-                        counts[1] += count_true(gone)
-            counts[0] = len(out) - count_true(out)
-            return counts
+                    yield at
 
-        grid = blocks.grid
-        thresholds = [
-            score_of(key, score, None if grid is None else grid.scales[member])
-            for member, key in enumerate(choice.thresholds)
-        ]
-        return Choice(thresholds, decide)
+            return counts_of(scores, out, written())
+
+        return Choice(thresholds_of(choice, score, blocks.grid), decide)

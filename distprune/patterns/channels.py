@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -9,11 +10,11 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import final
 
-import numpy as np
 import torch
 from typing_extensions import override
 
 from distprune.collectives.agree import max_together, sum_together, together
+from distprune.collectives.alone import Alone
 from distprune.collectives.base import Communicator
 from distprune.patterns.addends import (
     NUM_GONE,
@@ -24,16 +25,19 @@ from distprune.patterns.addends import (
     Grid,
     ShardAddends,
     agree_on_grid,
+    as_elements,
+    competing,
+    counts_of,
     keys_of,
-    score_of,
+    thresholds_of,
     wrapped,
 )
 from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares, check_share
 from distprune.patterns.census import take_census
-from distprune.patterns.competing import Competing, num_lowest
+from distprune.patterns.unstructured import choose_elements
 from distprune.scores.base import LocalScores
-from distprune.shards.device import chunk_size, count_true, fetched, sent
-from distprune.shards.geometry import Runs
+from distprune.shards.device import chunk_size, fetched, sent
+from distprune.shards.geometry import Geometry, Runs
 from distprune.shards.local_shard import LocalShard
 from distprune.shards.matrix import Matrix
 
@@ -147,51 +151,35 @@ class Channels(Pattern):
                 shape = num, at[1].stop - first
                 messages.append((at, reduce(ranked.comm, shape, partial(_fill, own_table, at))))
 
+        def left_and_keys(member: int) -> LocalScores:
+            table = own_table()[:, firsts[member] : firsts[member + 1]]
+            left, geometry = table[NUM_GONE] != sizes[member], Geometry.whole((nums[member],))
+            return competing(ranked, member, keys_of(table, score), left, geometry)
+
         with together(ranked.comm):
-            gone = [np.empty(0, dtype=np.bool_)]
             for at, message in messages:
                 own_table()[at] = message
-            for member, size in enumerate(sizes):
-                of_member = own_table()[:, firsts[member] : firsts[member + 1]]
-                if score.scores_units:
-                    numbers = torch.arange(nums[member], device="cpu")
-                    of_member[SUM] = score.of_units(members[member].name, numbers)
-                gone.append((of_member[NUM_GONE] == size).numpy())
-                keys_of(of_member, score, size, gone_compete=ranked.regrows)
-            keys, is_gone = own_table()[SUM].numpy(), np.concatenate(gone)
-            stays = np.ones(len(keys), dtype=np.bool_)
-            thresholds: list[float | int | None] = []
-            for which in Competing(ranked, self.scope, nums).members:
-                part = slice(firsts[which[0]], firsts[which[-1] + 1])
-                num, num_gone = part.stop - part.start, int(np.count_nonzero(is_gone[part]))
-                names = [members[member].name for member in which]
-                before, num_gone = num_gone if ranked.of_left else 0, 0 if ranked.regrows else num_gone
-                wanted = num_lowest(self.sparsity, names, num, before, " (channels)", of_left=ranked.of_left)
-                order = np.argsort(keys[part], kind="stable")
-                stays[part][order[: max(wanted, num_gone)]] = False
-                last = int(keys[part][order[wanted - 1]]) if wanted > num_gone else None
-                thresholds += [score_of(last, score, None if grid is None else grid.scales[member]) for member in which]
-
-        @cache  # one for each device
-        def stays_on(device: torch.device) -> torch.Tensor:
-            return sent(torch.from_numpy(stays), device)
+            channels = [left_and_keys(member) for member in range(len(members))]
+            num_gone = [int((~each.gone).sum()) if each.gone is not None else 0 for each in channels]
+            alone = dataclasses.replace(as_elements(ranked, nums, lambda: channels), comm=Alone())
+            choice = choose_elements(
+                alone, self.sparsity, self.scope, num_gone if ranked.of_left else [0] * len(nums), " (channels)"
+            )
+            stays = torch.cat([torch.empty(0, dtype=torch.bool, device="cpu"), *choice.write_masks(channels)[0]])
+        stays_on = cache(lambda device: sent(stays, device))
 
         def decide(scores: LocalScores, out: torch.Tensor) -> torch.Tensor:
-            counts, first = (
-                torch.zeros(3, dtype=torch.int64, device=out.device),
-                firsts[ranked.index[scores.shard.name]],
-            )
-            runs = [stays_on(out.device)[first + low : first + high] for low, high in self._runs(scores.shard)]
-            keep = torch.cat([out[:0], *runs])
-            for at, channels, shape in self._pieces(scores.shard):
-                out[at].view(shape).copy_(keep[channels, None].expand(shape))
-                if not ranked.regrows and (gone := scores.is_gone(at)) is not None:
-                    torch.gt(out[at], gone, out=out[at])  # and not
-                    counts[1] += count_true(gone)
-            counts[0] = len(out) - count_true(out)
-            return counts
+            first, there = firsts[ranked.index[scores.shard.name]], stays_on(out.device)
+            keep = torch.cat([there[first + low : first + high] for low, high in ((0, 0), *self._runs(scores.shard))])
 
-        return Choice(thresholds, decide)
+            def written() -> Iterator[slice]:
+                for at, which, shape in self._pieces(scores.shard):
+                    out[at].view(shape).copy_(keep[which, None].expand(shape))
+                    yield at
+
+            return counts_of(scores, out, written())
+
+        return Choice(thresholds_of(choice, score, grid), decide)
 
     def _table(self, part: ShardAddends, grid: Grid | None, member: int) -> torch.Tensor:
         """Return what a shard's elements add to the channels that it holds a part of, on its device."""

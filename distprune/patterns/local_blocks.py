@@ -16,7 +16,7 @@ import torch
 
 from distprune.patterns.addends import wrapped
 from distprune.shards.device import chunk_size, on_host, sent
-from distprune.shards.geometry import Geometry, runs_of
+from distprune.shards.geometry import Geometry, Runs, runs_of
 from distprune.shards.matrix import LocalMatrix, Matrix
 
 IntArray = npt.NDArray[np.int64]
@@ -27,73 +27,71 @@ class Bands:
     """Bands of ``size`` indices, of which some are here, ascending. ``numbers``: of bands; ``starts``: and the end."""
 
     def __init__(self, indices: IntArray, size: int) -> None:
-        self.numbers, first, band, num = np.unique(
-            indices // size, return_index=True, return_inverse=True, return_counts=True
-        )
-        self.starts: list[int] = [*first.tolist(), len(indices)]
-        self.are_full: BoolArray = num == size
+        self.numbers, first, band = np.unique(indices // size, return_index=True, return_inverse=True)
+        self.starts: IntArray = np.append(first, len(indices))
         self.places: IntArray = band * size + indices % size  # if all bands here were full
 
 
 @dataclass(frozen=True, eq=False)
 class LocalBlocks:
-    """Blocks of ``size`` x ``size``, (line bands, column bands), of ``numel`` local elements from ``begin`` on.
+    """Blocks of ``size`` x ``size``: (line bands, column bands).
 
-    They fill lines from left to right; ``skip`` elements of the first one, and some of the last, may be elsewhere.
+    Local elements fill ``runs`` of the lines, one after the other; what is between may be elsewhere (FSDP1).
     """
 
     matrix: Matrix
     size: int
     lines: Bands
     columns: Bands
-    begin: int
-    numel: int
-    skip: int = 0
+    runs: Runs
 
     @staticmethod
-    def of(geometry: Geometry, matrix: Matrix, size: int) -> list[LocalBlocks]:
-        """Return the blocks of what ``geometry`` holds: of each range, if it is of the flattened parameter."""
-        local = LocalMatrix.of(geometry, matrix) if geometry.local_numel else None
-        if local is not None:
+    def of(geometry: Geometry, matrix: Matrix, size: int) -> LocalBlocks:
+        """Return the blocks of what ``geometry`` holds."""
+        local = LocalMatrix.of(geometry, matrix)
+        runs: Runs = ((0, geometry.local_numel),)
+        if not geometry.local_numel:
+            lines = columns = np.empty(0, dtype=np.int64)
+        elif local is None:  # ranges of the flattened parameter
+            width, held = matrix.num_out if matrix.transposed else matrix.num_in, geometry.dim_runs[0]
+            first = held[0][0] // width
+            lines, columns = np.arange(first, -(-held[-1][1] // width)), np.arange(width)
+            runs = tuple((start - first * width, stop - first * width) for start, stop in held)
+        elif (num := local.num_local_out) is None:
             lines, columns = local.rows, local.columns
-            if (num := local.num_local_out) is not None:
-                lines = (local.rows[::num, None] // matrix.num_out * matrix.num_in + columns).reshape(-1)
-                columns = local.rows[:num] % matrix.num_out
-            return [LocalBlocks(matrix, size, Bands(lines, size), Bands(columns, size), 0, geometry.local_numel)]
-        found, begin, width = [], 0, matrix.num_out if matrix.transposed else matrix.num_in
-        for start, stop in geometry.dim_runs[0] if geometry.local_numel else ():
-            bands = Bands(np.arange(start // width, -(-stop // width)), size), Bands(np.arange(width), size)
-            found.append(LocalBlocks(matrix, size, *bands, begin, stop - start, start % width))
-            begin += stop - start
-        return found
+        else:
+            lines = (local.rows[::num, None] // matrix.num_out * matrix.num_in + local.columns).reshape(-1)
+            columns = local.rows[:num] % matrix.num_out
+        return LocalBlocks(matrix, size, Bands(lines, size), Bands(columns, size), runs)
 
     @property
     def shape(self) -> tuple[int, int]:
         return len(self.lines.numbers), len(self.columns.numbers)
 
-    @property
-    def width(self) -> int:
-        return self.columns.starts[-1]
+    @cached_property
+    def _bounds(self) -> IntArray:
+        """Where each line band begins, and the last ends, in lines that are filled."""
+        bounds: IntArray = self.lines.starts * self.columns.starts[-1]
+        return bounds
 
     @cached_property
-    def whole(self) -> tuple[IntArray, IntArray]:
+    def _offsets(self) -> IntArray:
+        """At which local offset each line band begins, and the last ends."""
+        return sum((np.clip(self._bounds - start, 0, stop - start) for start, stop in self.runs), 0 * self._bounds)
+
+    @cached_property
+    def _whole(self) -> tuple[IntArray, IntArray]:
         """The line bands, and the column bands, of whole blocks."""
-        lines = self.lines.are_full.copy()
-        lines[0] &= not self.skip
-        lines[-1] &= self.skip + self.numel == self.lines.starts[-1] * self.width
-        return np.flatnonzero(lines), np.flatnonzero(self.columns.are_full)
+        are_full = np.diff(self._offsets) == self.size * self.columns.starts[-1]
+        return np.flatnonzero(are_full), np.flatnonzero(np.diff(self.columns.starts) == self.size)
 
     @cached_property
     def cut(self) -> IntArray:
         """The places of cut blocks among all blocks here."""
         is_cut = np.ones(self.shape, dtype=np.bool_)
-        is_cut[np.ix_(*self.whole)] = False
+        is_cut[np.ix_(*self._whole)] = False
+        is_cut[np.diff(self._offsets) == 0] = False  # bands of which nothing is here
         return np.flatnonzero(is_cut)
-
-    @property
-    def num_cut(self) -> int:
-        lines, columns = self.whole
-        return self.shape[0] * self.shape[1] - len(lines) * len(columns)
 
     def numbers(self, places: IntArray) -> IntArray:
         """Return the numbers in the parameter, row-major in its matrices, of the blocks at some places here."""
@@ -106,39 +104,36 @@ class LocalBlocks:
     @cached_property
     def whole_places(self) -> tuple[Geometry, IntArray | slice]:
         """Which of the parameter's blocks the whole ones are, and their places here, in that order."""
-        lines, columns = self.whole
+        lines, columns = self._whole
         across, num = self.matrix.num_in // self.size, self.matrix.num_rows // self.size
-        if not self.matrix.transposed:
-            runs = runs_of(self.lines.numbers[lines]), runs_of(self.columns.numbers[columns])
-            places = (lines[:, None] * self.shape[1] + columns).reshape(-1) if self.num_cut else slice(None)
-            return Geometry((num, across), runs), places
+        if not self.matrix.transposed and not len(self.cut):
+            return Geometry((num, across), (runs_of(self.lines.numbers), runs_of(self.columns.numbers))), slice(None)
         places = (lines[:, None] * self.shape[1] + columns).reshape(-1)
         numbers = self.numbers(places)
-        order = np.argsort(numbers)
+        order = np.argsort(numbers, kind="stable")
         return Geometry((num * across,), (runs_of(numbers[order]),)), places[order]
 
     def chunks(self, device: torch.device) -> Iterator[tuple[slice, slice]]:
         """Yield local offsets, and the line bands that they are of."""
-        num, starts = len(self.lines.numbers), self.lines.starts
         most = chunk_size(device) // (1 if on_host(device) else 2)  # sums take more words
-        step = max(1, most // (self.size * self.width))
-        for first in range(0, num, step):
-            last = min(first + step, num)
-            low, high = (min(max(starts[i] * self.width - self.skip, 0), self.numel) for i in (first, last))
-            yield slice(self.begin + low, self.begin + high), slice(first, last)
+        step = max(1, most // max(self.size * int(self.columns.starts[-1]), 1))
+        for first in range(0, self.shape[0], step):
+            last = min(first + step, self.shape[0])
+            yield slice(*self._offsets[[first, last]].tolist()), slice(first, last)
 
-    def added_up(self, bands: slice, values: torch.Tensor, offset: int) -> torch.Tensor:
+    def added_up(self, bands: slice, values: torch.Tensor, offset: int | None) -> torch.Tensor:
         """Return the sums by block of ``values`` of the elements of line ``bands``, each less ``offset``; they wrap."""
-        num, lines = bands.stop - bands.start, slice(self.lines.starts[bands.start], self.lines.starts[bands.stop])
-        grid, size = (num, self.size, self.shape[1], self.size), self.size**2
+        num, offset, size = bands.stop - bands.start, offset or 0, self.size**2
         if not self._is_even(bands, len(values)):
-            values, size = (values - offset if offset else values), 0
-            num_before = 0 if bands.start else self.skip
-            padded = values.new_zeros((lines.stop - lines.start) * self.width)
-            padded[num_before : num_before + len(values)] = values
+            values, size, parts = values - offset if offset else values, 0, self._parts(bands)
+            lines = values.new_zeros(int(self._bounds[bands.stop] - self._bounds[bands.start]))
+            for part, of_part in zip(
+                parts, torch.split(values, [part.stop - part.start for part in parts]), strict=True
+            ):
+                lines[part] = of_part
             values = values.new_zeros((num * self.size, self.shape[1] * self.size))
-            values[self._places(bands, values.device)] = padded.view(-1, self.width)
-        sums = values.view(grid).sum(1).sum(2)  # lines first: by far the faster way
+            values[self._places(bands, values.device)] = lines.view(-1, self.columns.starts[-1])
+        sums = values.view(num, self.size, self.shape[1], self.size).sum(1).sum(2)  # lines first: by far the faster way
         return sums.to(torch.int64) - wrapped(offset * size)
 
     def spread(self, bands: slice, of_blocks: torch.Tensor, out: torch.Tensor) -> None:
@@ -147,10 +142,15 @@ class LocalBlocks:
         spread = of_blocks[bands, None, :, None].expand(grid)
         if self._is_even(bands, len(out)):
             out.view(grid).copy_(spread)
-            return
-        num_before = 0 if bands.start else self.skip
-        lines = spread.reshape(grid[0] * self.size, -1)[self._places(bands, out.device)].view(-1)
-        out.copy_(lines[num_before : num_before + len(out)])
+        else:
+            lines = spread.reshape(grid[0] * self.size, -1)[self._places(bands, out.device)].view(-1)
+            torch.cat([lines[part] for part in self._parts(bands)], out=out)
+
+    def _parts(self, bands: slice) -> list[slice]:
+        """Return what is filled of the lines of ``bands``."""
+        begin, end = self._bounds[[bands.start, bands.stop]].tolist()
+        held = [(max(start, begin) - begin, min(stop, end) - begin) for start, stop in self.runs]
+        return [slice(*run) for run in held if run[0] < run[1]]
 
     def _is_even(self, bands: slice, num: int) -> bool:
         """Return whether the ``num`` elements of line ``bands`` fill all blocks of these."""

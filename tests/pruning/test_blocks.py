@@ -99,7 +99,7 @@ def test_whole_and_cut_blocks_are_all_that_there_are(turned: bool) -> None:
     lines, width = (16, 12)
     for runs in ((((0, 5),), ((0, 7),)), (((3, 12),), ((0, 2), (6, 12))), (((0, 16),), ((4, 8),))):
         geometry = Geometry((2, 8, 12), (((0, 2),), ((3, 7),), runs[1])) if turned else Geometry((lines, width), runs)
-        (part,) = LocalBlocks.of(geometry, matrix, 4)
+        part = LocalBlocks.of(geometry, matrix, 4)
         of_whole, places = part.whole_places
         assert (
             of_whole.flat_indices(0, of_whole.local_numel).tolist()
