@@ -8,7 +8,6 @@ others raise in their next one, when the rank has left (gloo sees that at once, 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,7 +70,7 @@ def swap_unknown(comm: Communicator, make: Callable[[], Mapping[int, torch.Tenso
     told = comm.swap(said, words, words).view(torch.int64).tolist()
     if min(told) < 0:
         _raise_errors(comm, error)
-    return _parted(comm.swap(joined, sizes, told), told)
+    return list(torch.split(comm.swap(joined, sizes, told), told))
 
 
 def swap_known(
@@ -89,35 +88,23 @@ def swap_known(
     """
     to, coming = sizes
     # Before each piece, whether it failed: as a whole word, so that what was aligned stays so.
-    sent_sizes, sizes_coming = [_WORD + size for size in to], [_WORD + size for size in coming]
+    sent_sizes, sizes_coming = ([_WORD + size for size in of_ranks] for of_ranks in sizes)
     sent, error = torch.zeros(sum(sent_sizes), dtype=torch.uint8, device=device), None
     try:
         pieces = make()
         made = {rank: num for rank, piece in sorted(pieces.items()) if (num := piece.numel())}
         if made != (said := {rank: size for rank, size in enumerate(to) if size}):
             raise ValueError(f"by rank, pieces of {made} bytes, where {said} were announced")
-        parts = _parted(sent, to, _WORD)
+        parts = torch.split(sent, [num for size in to for num in (_WORD, size)])[1::2]
         for rank in made:
             parts[rank].copy_(pieces[rank].detach())
     except BaseException as caught:
         error = as_told(caught)
         sent.fill_(1)
-    received = comm.swap(sent, sent_sizes, sizes_coming)
-    flags = torch.tensor(_starts(sizes_coming), dtype=torch.int64, device=device)
-    if received[flags].any():
+    received = torch.split(comm.swap(sent, sent_sizes, sizes_coming), [num for size in coming for num in (_WORD, size)])
+    if torch.cat(received[::2]).any():
         _raise_errors(comm, error)
-    return _parted(received, coming, _WORD)
-
-
-def _starts(sizes: Sequence[int]) -> list[int]:
-    return list(itertools.accumulate(sizes, initial=0))[:-1]
-
-
-def _parted(joined: torch.Tensor, sizes: Sequence[int], num_before: int = 0) -> list[torch.Tensor]:
-    """Return the parts of ``joined``, of so many bytes each; ``num_before`` others stand before each."""
-    starts, nothing = _starts([num_before + size for size in sizes]), joined[:0]  # most ranks have none for each other
-    ends = [num_before + start + size for start, size in zip(starts, sizes, strict=True)]
-    return [joined[end - size : end] if size else nothing for end, size in zip(ends, sizes, strict=True)]
+    return list(received[1::2])
 
 
 def agree(comm: Communicator, facts: Mapping[str, Any], error: Exception | None = None) -> None:

@@ -328,7 +328,9 @@ def place(target: Target, mask: torch.Tensor, method: Hook | None) -> Hook:
     ``method`` made it; ``None``: it was there. Local, and nothing but entries of dicts, so that no rank can fail.
     """
     hook = next(iter(target.old_hooks.values()), None)
-    methods: list[Hook] = [*hook] if isinstance(hook, torch_prune.PruningContainer) else [hook] if hook else []
+    methods: list[Hook] = [] if hook is None else [hook]
+    if isinstance(hook, torch_prune.PruningContainer):
+        methods = [*hook]
     if method is not None:
         method._tensor_name = target.name
         methods.append(method)
