@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-import torch
 from typing_extensions import override
 
 from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares, check_share
@@ -83,19 +82,15 @@ def choose_elements(ranked: Ranked, share: Shares, scope: Scope, num_gone: Seque
     """
     competing = Competing(ranked, scope, ranked.numels)
 
-    def sources(scores: Sequence[LocalScores]) -> list[Source]:
-        shards = [(each, each.shard) for each in scores]
-        return [competing.source(ranked.index[s.name], each, s.geometry, owned=s.owned) for each, s in shards]
+    def source(scores: LocalScores) -> Source:
+        shard = scores.shard
+        return competing.source(ranked.index[shard.name], scores, shard.geometry, owned=shard.owned)
 
     competitions = competing.competitions(share, num_gone, ranked.order, what)
     if runs_on_gpu(ranked, competitions):
         on_gpu = ElementsOnGpu(ranked, competing, competitions)
         in_place = on_gpu if on_gpu.reads_weights else None
         return Choice(on_gpu.thresholds, lambda s, out: on_gpu.write_masks([s], [out])[0], on_gpu.write_masks, in_place)
-    selection = select_lowest(ranked.comm, competitions, lambda: sources(ranked.scores))
+    selection = select_lowest(ranked.comm, competitions, lambda: [*map(source, ranked.scores)])
     thresholds = competing.by_member(selection.thresholds)
-
-    def decide_all(scores: Sequence[LocalScores], outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return selection.decide(sources(scores), outs)
-
-    return Choice(thresholds, lambda scores, out: decide_all([scores], [out])[0], decide_all)
+    return Choice(thresholds, lambda scores, out: selection.decide(source(scores), out))

@@ -8,7 +8,6 @@ score of a unit is what the scores of its elements add up to.
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,6 @@ from typing_extensions import override
 from distprune.hints import WALK
 from distprune.kernels.table import ScoreName
 from distprune.shards.device import chunk_size, count_true, fetched, is_zero, on_host
-from distprune.shards.geometry import Geometry
 from distprune.shards.local_shard import LocalShard, as_array, flat_chunk, flat_chunks
 from distprune.shards.own_settings import own_settings
 
@@ -47,12 +45,12 @@ class Elements:
         """Return the evidence ``name`` at these places, 1-D."""
         return _taken(self.evidence[name], self.at)
 
-    def flat_indices(self) -> torch.Tensor:
-        """Return the places of these elements in the whole parameter, int64, 1-D: new."""
+    def flat_indices(self, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """Return the places of these elements in the whole parameter, 1-D: new."""
         at, geometry = self.at, self.shard.geometry
         if isinstance(at, slice):
-            return geometry.flat_indices(at.start, at.stop, self.shard.local.device)
-        return geometry.flat_indices_at(at)
+            return geometry.flat_indices(at.start, at.stop, self.shard.local.device, dtype)
+        return geometry.flat_indices_at(at).to(dtype)
 
 
 class Score(ABC):
@@ -163,23 +161,6 @@ class LocalScores:
         read = self.score.reads(self.shard, self.evidence)
         return read if self.gone is None or any(self.gone is each for each in read) else [*read, self.gone]
 
-    def viewed(self, geometry: Geometry, view: Callable[[torch.Tensor], torch.Tensor]) -> LocalScores:
-        """Return the scores of those elements that ``view`` takes of a tensor of local shape: what ``geometry`` names.
-
-        The shape of the parameter stays, whatever that of the geometry.
-        """
-        local = view(self.shard.local)
-        shard = self.shard.having(local=local, geometry=geometry, original_shape=self.shard.shape)
-        gone = local if self.gone is self.shard.local else None if self.gone is None else view(self.gone)
-        evidence = {name: view(tensor) for name, tensor in self.evidence.items()}
-        return dataclasses.replace(self, shard=shard, evidence=evidence, gone=gone)
-
-    def chunks(self) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of the local offsets that are processed at a time."""
-        numel, step = self.shard.geometry.local_numel, chunk_size(self.device)
-        for start in range(0, numel, step):
-            yield start, min(start + step, numel)
-
     def values(self, at: slice | torch.Tensor) -> torch.Tensor:
         """Return the scores at ``at``, 1-D, as if nothing were gone.
 
@@ -215,8 +196,9 @@ class LocalScores:
                 bits = array[start : start + step]
                 yield np.bitwise_and(bits, mask, out=memory[: len(bits)])
             return
-        for start, stop in self.chunks():
-            keys = self.keys_at(order, slice(start, stop))
+        numel, step = self.shard.geometry.local_numel, chunk_size(self.device)
+        for start in range(0, numel, step):
+            keys = self.keys_at(order, slice(start, min(start + step, numel)))
             yield keys.numpy() if on_host(self.device) else keys
 
     @cached_property
@@ -229,16 +211,6 @@ class LocalScores:
         if not order.zeros_gone and not self.regrows and (gone := self.is_gone(at)) is not None:
             keys.masked_fill_(gone, order.gone)
         return keys
-
-    def joined_values(self, pieces: Sequence[tuple[LocalScores, slice | torch.Tensor]]) -> torch.Tensor:
-        """Return the scores of ``pieces`` of several small shards, as :meth:`values`: this one's first."""
-        return torch.cat([scores.values(at) for scores, at in pieces])
-
-    def joined_gone(self, pieces: Sequence[tuple[LocalScores, slice | torch.Tensor]]) -> torch.Tensor | None:
-        """Return which elements of ``pieces`` of several small shards are gone, as :meth:`is_gone`."""
-        found = [(scores.is_gone(at), _num(at)) for scores, at in pieces]
-        none = torch.zeros((), dtype=torch.bool, device=self.device)
-        return torch.cat([none.expand(n) if g is None else g for g, n in found])
 
 
 def local_scores(

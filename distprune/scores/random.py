@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
+import numpy as np
 import torch
 from typing_extensions import override
 
 from distprune.scores.base import Elements, Evidence, Score
+from distprune.shards.device import on_host
 from distprune.shards.local_shard import LocalShard
 
 _FACTORS = -0x61C88647, 0x21F0AAAD, -0x2CA5D269  # 0x9E3779B9 of what is above 32 bits; the last: 0xD35A2D97
@@ -39,7 +41,8 @@ class Random(Score):
 
     @override
     def values(self, elements: Elements) -> torch.Tensor:
-        return self.of_units(elements.shard.name, elements.flat_indices())
+        is_small = elements.shard.geometry.global_numel <= 1 << 31
+        return self.of_units(elements.shard.name, elements.flat_indices(torch.int32 if is_small else torch.int64))
 
     @override
     def dtype(self, weight: torch.dtype) -> torch.dtype:
@@ -47,11 +50,19 @@ class Random(Score):
 
     @override
     def of_units(self, name: str, units: torch.Tensor) -> torch.Tensor:
-        first, second = self._seeds(name)
-        mixed = (units >> 32).to(torch.int32).mul_(_FACTORS[0]).add_(first).add_(units.to(torch.int32))  # all wrap
-        _fold(mixed, 16).mul_(_FACTORS[1])
-        _fold(mixed, 15).add_(second).mul_(_FACTORS[2])
-        return _fold(mixed, 15).bitwise_and_(0x7FFFFFFF)
+        (first, second), found = self._seeds(name), units.to(torch.int32, copy=True)  # all wraps
+        if units.dtype is torch.int64:
+            found += (units >> 32).to(torch.int32) * _FACTORS[0]
+        mixed: Any = found.numpy() if on_host(found.device) else found
+        mixed += first
+        _fold(mixed, 16)
+        mixed *= _FACTORS[1]
+        _fold(mixed, 15)
+        mixed += second
+        mixed *= _FACTORS[2]
+        _fold(mixed, 15)
+        mixed &= 0x7FFFFFFF
+        return found
 
     def _seeds(self, name: str) -> tuple[int, int]:
         """Return the words of parameter ``name``, int32."""
@@ -73,6 +84,10 @@ class Random(Score):
         return []
 
 
-def _fold(mixed: torch.Tensor, shift: int) -> torch.Tensor:
+def _fold(mixed: Any, shift: int) -> None:
     """Do ``mixed ^= mixed >> shift``, of unsigned numbers, in place."""
-    return mixed.bitwise_xor_((mixed >> shift).bitwise_and_((1 << 32 - shift) - 1))
+    if isinstance(mixed, torch.Tensor):
+        mixed ^= (mixed >> shift).bitwise_and_((1 << 32 - shift) - 1)
+    else:
+        bits = mixed.view(np.uint32)
+        bits ^= bits >> np.uint32(shift)

@@ -6,9 +6,9 @@ scores the lowest index is pruned first, -0.0 equals 0.0, infinities are ordinar
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from distprune.shards.device import chunk_size, fetched, on_host
 Array = npt.NDArray[Any]
 
 _MAX_PAIRED = 16  # scores of a group are compared pair by pair up to this m; a sort is faster beyond
-_PAIRED_NUMEL = 1 << 17  # elements compared at a time; what is noted of them stays in a core's second-level cache
 
 
 def keep_highest_per_group(scores: torch.Tensor, n: int, m: int, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -39,21 +38,16 @@ def keep_highest_per_group(scores: torch.Tensor, n: int, m: int, out: torch.Tens
     if num_columns % m:
         raise ValueError(f"{n}:{m} needs a number of columns that {m} divides, not {num_columns}")
 
-    def there(rows: torch.Tensor, keep: torch.Tensor, _: slice) -> None:
-        if m <= _MAX_PAIRED:
-            _keep_by_pairs(rows.view(-1, m), m - n, keep.view(-1, m))
-        else:
-            _keep_by_sorting(rows.view(-1, m), m - n, keep.view(-1, m))
+    def paired(rows: torch.Tensor, keep: torch.Tensor, _: slice) -> None:
+        groups: tuple[Any, Any] = rows.view(-1, m), keep.view(-1, m)
+        if on_host(rows.device):
+            groups = groups[0].numpy(), groups[1].numpy()
+        _keep_by_pairs(groups[0], groups[1], n)
 
-    def here(rows: torch.Tensor, keep: torch.Tensor, _: slice) -> None:
-        values, kept = rows.numpy().reshape(-1), keep.numpy().reshape(-1)
-        if m <= _MAX_PAIRED:
-            _keep_paired(values, n, m, kept)
-        else:
-            order = np.argsort(values.reshape(-1, m), axis=1, kind="stable")
-            np.put_along_axis(kept.reshape(-1, m), order, np.arange(m) >= m - n, axis=1)
+    def sorted_(rows: torch.Tensor, keep: torch.Tensor, _: slice) -> None:
+        _keep_by_sorting(rows.view(-1, m), m - n, keep.view(-1, m))
 
-    return _by_rows(scores, out, here if on_host(scores.device) else there)
+    return _by_rows(scores, out, paired if m <= _MAX_PAIRED else sorted_)
 
 
 def keep_highest_per_row(
@@ -101,34 +95,26 @@ def _check_2d(scores: torch.Tensor) -> None:
         raise ValueError(f"scores must be 2-D, (rows, columns), not {scores.shape=}")
 
 
-def _keep_paired(values: Array, n: int, m: int, keep: Array) -> None:
-    """Write what stays of ``values``, 1-D, in groups of ``m`` side by side, into ``keep``.
+def _keep_by_pairs(groups: Any, keep: Any, n: int) -> None:
+    """Write which ``n`` stay of each of ``groups`` (groups, m) into ``keep``: arrays, or tensors on a device.
 
-    Each is compared with the one ``distance`` behind it, for all at once: so memory is read in its order.
+    The places of all groups that are compared lie side by side.
     """
-    ranks_and_pairs = _ranks_and_pairs(m)
-    size = ranks_and_pairs.shape[1]
-    all_ranks, flags = np.empty(size, dtype=np.int8), np.empty(size, dtype=np.bool_)
-    for start in range(0, len(values), size):
-        part = values[start : start + size]
-        ranks = all_ranks[: len(part)]  # how many of its group come before each
-        ranks[:] = ranks_and_pairs[0, : len(part)]  # all behind it, unless it comes before them
-        for distance in range(1, m):
-            num = len(part) - distance
-            np.less_equal(part[:num], part[distance:], out=flags[:num])  # of equals the lower index comes first
-            comes_first = flags[:num].view(np.int8)
-            comes_first &= ranks_and_pairs[distance, :num]
-            ranks[distance:] += comes_first
-            ranks[:num] -= comes_first
-        np.greater_equal(ranks, m - n, out=keep[start : start + size])
-
-
-@cache
-def _ranks_and_pairs(m: int) -> Array:
-    """Return, of elements in groups of ``m``, how many of its group are behind each; then, for every distance from
-    1 to ``m`` - 1, whether the one so far behind it is in its group: int8, (m, elements)."""
-    num_behind = np.tile(np.arange(m - 1, -1, -1, dtype=np.int8), _PAIRED_NUMEL // m)
-    return np.stack([num_behind, *(num_behind >= distance for distance in range(1, m))])
+    num, m = groups.shape
+    places: Any
+    beaten: Any
+    if isinstance(groups, np.ndarray):
+        int8: Any = np.int8
+        places, beaten = np.ascontiguousarray(groups.T), np.zeros((m, num), int8)
+    else:
+        int8 = torch.int8
+        places, beaten = groups.t().contiguous(), torch.zeros((m, num), dtype=int8, device=groups.device)
+    for first, second in itertools.combinations(range(m), 2):
+        goes_first = (places[first] <= places[second]).view(int8)  # of equals the lower index
+        beaten[second] += goes_first
+        beaten[first] -= goes_first
+    for i in range(m):
+        keep[:, i] = beaten[i] > i - n
 
 
 def _count_by_row(flags: Array) -> Array:
@@ -139,47 +125,6 @@ def _count_by_row(flags: Array) -> Array:
     else:  # a quarter of the time
         counts = np.bitwise_count(flags.view(np.uint64)).sum(axis=1, dtype=np.int64)
     return counts
-
-
-def _keep_by_pairs(groups: torch.Tensor, num_pruned: int, keep: torch.Tensor) -> None:
-    """Write what stays of ``groups`` (groups, m), contiguous, into ``keep``, on a device."""
-    num_before = torch.arange(groups.shape[1], dtype=torch.int8, device=groups.device)
-    torch.ge(_num_beaten(groups), num_pruned - num_before, out=keep)
-
-
-def _num_beaten(groups: torch.Tensor) -> torch.Tensor:
-    """Return of each how many of its group are pruned before it, less how many stand before it: int8.
-
-    The halves of a group are compared, and so are the halves of these: each pair once, all groups together.
-    """
-    (num, size), half = groups.shape, groups.shape[1] // 2
-    if size == 1:
-        return torch.zeros((num, 1), dtype=torch.int8, device=groups.device)
-    # Of equals the lower index goes first.
-    is_higher = (groups[:, :half, None] > groups[:, None, half:]).view(torch.int8)
-    if size == 2:
-        return is_higher[:, 0] * _signs(groups.device)
-    if size % 2:
-        parts = groups[:, :half].contiguous(), groups[:, half:].contiguous()
-        beaten = torch.cat([*map(_num_beaten, parts)], 1)
-        beaten[:, :half].add_(is_higher.sum(2, dtype=torch.int8))
-        beaten[:, half:].sub_(is_higher.sum(1, dtype=torch.int8))
-        return beaten
-    beaten = torch.empty((2, num, half), dtype=torch.int8, device=groups.device)
-    for dim, of_half in zip((2, 1), beaten, strict=True):
-        torch.sum(is_higher, dim, dtype=torch.int8, out=of_half)
-    beaten[1].neg_()
-    halves, of_halves = groups.view(2 * num, half), beaten.transpose(0, 1)
-    if half == 2:  # one comparison counts for both of a pair
-        is_higher = (halves[:, :1] > halves[:, 1:]).view(torch.int8).view(num, 2, 1)
-        beaten = torch.empty((num, 2, half), dtype=torch.int8, device=groups.device)
-        return torch.addcmul(of_halves, is_higher, _signs(groups.device), out=beaten).view(num, size)
-    return _num_beaten(halves).view(num, 2, half).add_(of_halves).view(num, size)
-
-
-def _signs(device: torch.device) -> torch.Tensor:
-    """Return 1 for the half that beats, and -1 for the half that is beaten."""
-    return 1 - 2 * torch.arange(2, dtype=torch.int8, device=device)
 
 
 def _keep_by_sorting(rows: torch.Tensor, num_pruned: int | torch.Tensor, keep: torch.Tensor) -> None:

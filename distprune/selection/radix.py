@@ -27,7 +27,6 @@ from distprune.collectives.base import Communicator
 from distprune.selection.host import Digit, IntArray, Pile, Prefixes, Source, keep_above, piles_of
 from distprune.selection.order import Order
 from distprune.shards.device import count_true, on_host
-from distprune.shards.geometry import Geometry
 
 _NUM_WORDS = 1 << 17  # of 8 bytes that all competitions share in a round: 1 MiB
 _MOST_BITS = 16  # of a digit
@@ -47,7 +46,7 @@ class Competition:
 
 
 @dataclass(frozen=True)
-class Threshold:
+class LastPruned:
     """The last that is pruned in a competition, in the order (key, position)."""
 
     order: Order
@@ -55,49 +54,35 @@ class Threshold:
     position: int
     has_gone: bool  # some may be gone
 
-    def edge(self, geometry: Geometry, first_position: int) -> int:
-        """Return before which local offset elements with the last key are pruned."""
-        return geometry.num_before(self.position + 1 - first_position)
-
 
 @dataclass(frozen=True)
 class Selection:
     """By competition, the last that is pruned, and its score: ``None`` where nothing new is pruned."""
 
     thresholds: list[float | int | None]
-    cuts: list[Threshold]
+    last: list[LastPruned]
 
-    def decide(self, sources: Sequence[Source], outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Write what stays of ``sources``, or of pieces of some, into ``outs`` (bool, 1-D). Local: one read.
+    def decide(self, source: Source, out: torch.Tensor) -> torch.Tensor:
+        """Write what stays of ``source``, or of a piece of one, into ``out`` (bool, 1-D). Local: one read.
 
-        Return of each how many are pruned, how many of these were gone before, and 0 NaNs, which were looked for:
-        int64, on the device of the scores.
+        Return how many are pruned, how many of these were gone before, and 0 NaNs, which were looked for: int64, on the
+        device of the scores.
         """
-        return [_decide(self.cuts[source.competition], source, out) for source, out in zip(sources, outs, strict=True)]
-
-    def stays(self, keys: torch.Tensor, competition: int, geometry: Geometry, first_position: int) -> torch.Tensor:
-        """Return which of some elements stay, bool, given all of their ``keys``, and what a source says of them."""
-        cut, out = self.cuts[competition], torch.empty(len(keys), dtype=torch.bool, device=keys.device)
-        given = (keys.numpy(), out.numpy()) if on_host(keys.device) else (keys, out)
-        keep_above(given[0], cut.key, cut.edge(geometry, first_position), given[1])
-        return out
-
-
-def _decide(cut: Threshold, source: Source, out: torch.Tensor) -> torch.Tensor:
-    is_here = on_host(out.device)
-    flags: Any = out.numpy() if is_here else out
-    edge, start, num_gone = cut.edge(source.geometry, source.first_position), 0, 0
-    for keys in source.scores.keys(cut.order):
-        stop = start + len(keys)
-        keep_above(keys, cut.key, edge - start, flags[start:stop])
-        if cut.has_gone:
-            num_gone += (keys < cut.order.first).sum()
-        start = stop
-    if is_here:
-        return torch.tensor([start - np.count_nonzero(flags), num_gone, 0], dtype=torch.int64, device="cpu")
-    counts = torch.zeros(3, dtype=torch.int64, device=out.device)
-    counts[0], counts[1] = start - count_true(out), num_gone
-    return counts
+        last = self.last[source.competition]
+        edge = source.geometry.num_before(last.position + 1 - source.first_position)  # ties before it are pruned
+        is_here, start, num_gone = on_host(out.device), 0, 0
+        flags: Any = out.numpy() if is_here else out
+        for keys in source.scores.keys(last.order):
+            stop = start + len(keys)
+            keep_above(keys, last.key, edge - start, flags[start:stop])
+            if last.has_gone:
+                num_gone += (keys < last.order.first).sum()
+            start = stop
+        if is_here:
+            return torch.tensor([start - np.count_nonzero(flags), num_gone, 0], dtype=torch.int64, device="cpu")
+        counts = torch.zeros(3, dtype=torch.int64, device=out.device)
+        counts[0], counts[1] = start - count_true(out), num_gone
+        return counts
 
 
 def select_lowest(
@@ -143,8 +128,8 @@ def select_lowest(
         positions, _, _ = _narrowed(comm, own, (int(num_positions.max()) - 1).bit_length(), left, keys)
         last[broken] = positions[broken]
     signed = [order.gone + (int(key) if new else 0) for order, key, new in zip(orders, keys, is_new, strict=True)]
-    cuts = [Threshold(*of) for of in zip(orders, signed, last.tolist(), own.have_gone.tolist(), strict=True)]
-    return Selection(_thresholds(cuts, is_new), cuts)
+    found = [LastPruned(*of) for of in zip(orders, signed, last.tolist(), own.have_gone.tolist(), strict=True)]
+    return Selection(_thresholds(found, is_new), found)
 
 
 def _narrowed(
@@ -180,13 +165,13 @@ def _digits(num_bits: int, num: int) -> Iterator[tuple[int, int]]:
         yield low, high - low
 
 
-def _thresholds(cuts: Sequence[Threshold], is_new: npt.NDArray[np.bool_]) -> list[float | int | None]:
+def _thresholds(last: Sequence[LastPruned], is_new: npt.NDArray[np.bool_]) -> list[float | int | None]:
     by_order: dict[Order, list[int]] = {}
     for place in np.flatnonzero(is_new).tolist():
-        by_order.setdefault(cuts[place].order, []).append(place)
-    thresholds: list[float | int | None] = [None] * len(cuts)
+        by_order.setdefault(last[place].order, []).append(place)
+    thresholds: list[float | int | None] = [None] * len(last)
     for order, places in by_order.items():
-        for place, value in zip(places, order.values([cuts[i].key for i in places]), strict=True):
+        for place, value in zip(places, order.values([last[i].key for i in places]), strict=True):
             thresholds[place] = value
     return thresholds
 

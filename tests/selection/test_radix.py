@@ -53,7 +53,7 @@ def select(
 
     selection = select_lowest(comm, competitions, sources)
     masks = [torch.empty(e.geometry.local_numel, dtype=torch.bool, device=e.scores.device) for e in found]
-    counts = [of.tolist() for of in selection.decide(found, masks)]
+    counts = [selection.decide(source, mask).tolist() for source, mask in zip(found, masks, strict=True)]
     for (num_pruned, num_gone, _), mask in zip(counts, masks, strict=True):
         assert num_pruned == int((~mask).sum())
         assert num_gone == (0 if gone is None else int((gone == 0).sum()))
