@@ -11,7 +11,7 @@ from functools import cached_property
 from distprune.patterns.base import Ranked, Scope, Shares, own_share
 from distprune.selection.host import Keyed, Source
 from distprune.selection.order import Order
-from distprune.selection.radix import Competition, Selection, select_lowest
+from distprune.selection.radix import Competition
 from distprune.shards.geometry import Geometry
 
 
@@ -84,19 +84,3 @@ class Competing:
     def by_member(self, thresholds: list[float | int | None]) -> list[float | int | None]:
         """Return the threshold of each member, given those of the competitions."""
         return thresholds * len(self.num_of) if self.scope == "global" else thresholds
-
-    def select(
-        self,
-        share: Shares,
-        num_gone: Sequence[int],
-        order: Callable[[Sequence[int]], Order],
-        make_sources: Callable[[], Sequence[Source]],
-        what: str = "",
-    ) -> tuple[Selection, list[float | int | None]]:
-        """Choose the ``share`` lowest of each competition. Every rank must call it.
-
-        Return also the threshold of each member. Arguments are those of :meth:`competitions`; rounds and errors those
-        of :func:`select_lowest`.
-        """
-        selection = select_lowest(self.ranked.comm, self.competitions(share, num_gone, order, what), make_sources)
-        return selection, self.by_member(selection.thresholds)

@@ -78,7 +78,7 @@ class Unstructured(Pattern):
 def choose_elements(ranked: Ranked, share: Shares, scope: Scope, num_gone: Sequence[int], what: str = "") -> Choice:
     """Return the choice of the ``share`` lowest elements. Every rank must call it, after the census.
 
-    Arguments, rounds and errors are those of :meth:`Competing.select`.
+    Arguments are those of :meth:`Competing.competitions`, rounds and errors those of :func:`select_lowest`.
     """
     competing = Competing(ranked, scope, ranked.numels)
 
