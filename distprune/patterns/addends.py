@@ -169,7 +169,7 @@ def competing(
 ) -> LocalScores:
     """Return units as elements of a coarser parameter, of which ``geometry`` says which they are. Local.
 
-    ``keys``: see :func:`keys_of`. ``left``: which are not gone.
+    ``keys``, ``left``: see :func:`keys_and_left`.
     """
     name = ranked.roster.members[member].name
     if ranked.score.scores_units:
@@ -189,16 +189,25 @@ def as_elements(ranked: Ranked, nums: Sequence[int], make_scores: Callable[[], S
     return dataclasses.replace(ranked, roster=roster, **how)
 
 
-def keys_of(table: torch.Tensor, score: Score) -> torch.Tensor:
-    """Return the keys by which units compete, int64, given their ``table``, which is consumed.
+def empty_table(score: Score, shape: Sequence[int], device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return the table of units of ``shape`` without elements."""
+    table = torch.zeros((NUM_ROWS, *shape), dtype=torch.int64, device=device)
+    if score.combined_by != "sum":
+        table[SUM] = VALUES.first
+    return table
 
-    They are sums, negated if the score is ``descending``, or extremes. With more +inf than -inf a sum is +inf, and the
-    reverse; with as many of both, it is that of the finite elements.
+
+def keys_and_left(table: torch.Tensor, score: Score, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys by which units of ``size`` elements compete, int64, and which are not gone, given their table.
+
+    Keys are sums, negated if the score is ``descending``, or extremes. With more +inf than -inf a sum is +inf, and the
+    reverse; with as many of both, it is that of the finite elements. The table is consumed.
     """
     keys = table[SUM]
     if score.combined_by == "sum":
         keys.masked_fill_(table[NUM_INFINITE] > 0, SUMS.last).masked_fill_(table[NUM_INFINITE] < 0, SUMS.first)
-    return keys.neg_() if score.descending or score.combined_by == "min" else keys
+    keys = keys.neg_() if score.descending or score.combined_by == "min" else keys
+    return keys, table[NUM_GONE] != size
 
 
 def thresholds_of(choice: Choice, score: Score, grid: Grid | None) -> list[float | int | None]:

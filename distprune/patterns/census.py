@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -116,7 +116,3 @@ def _checked(
                 "replicas equal, or, for pipeline stages, give parameters different names or pass the stage's own group"
             )
     return counts.view(len(members), num_counts)
-
-
-def _places(members: Iterable[int]) -> dict[int, int]:
-    return {member: place for place, member in enumerate(members)}

@@ -21,14 +21,14 @@ from distprune.patterns.addends import (
     NUM_INFINITE,
     NUM_ROWS,
     SUM,
-    VALUES,
     Grid,
     ShardAddends,
     agree_on_grid,
     as_elements,
     competing,
     counts_of,
-    keys_of,
+    empty_table,
+    keys_and_left,
     thresholds_of,
     wrapped,
 )
@@ -125,9 +125,7 @@ class Channels(Pattern):
         @cache
         def own_table() -> torch.Tensor:
             """What this rank owns of the channels of all members."""
-            table = torch.zeros((NUM_ROWS, firsts[-1]), dtype=torch.int64, device="cpu")
-            if score.combined_by != "sum":
-                table[SUM] = VALUES.first
+            table = empty_table(score, (firsts[-1],))
             parts = fetched([self._table(part, grid, member) for member, part in owned().items()])
             for (member, part), of_part in zip(owned().items(), parts, strict=True):
                 first = 0
@@ -151,15 +149,14 @@ class Channels(Pattern):
                 shape = num, at[1].stop - first
                 messages.append((at, reduce(ranked.comm, shape, partial(_fill, own_table, at))))
 
-        def left_and_keys(member: int) -> LocalScores:
-            table = own_table()[:, firsts[member] : firsts[member + 1]]
-            left, geometry = table[NUM_GONE] != sizes[member], Geometry.whole((nums[member],))
-            return competing(ranked, member, keys_of(table, score), left, geometry)
+        def channels_of(member: int) -> LocalScores:
+            keys, left = keys_and_left(own_table()[:, firsts[member] : firsts[member + 1]], score, sizes[member])
+            return competing(ranked, member, keys, left, Geometry.whole((nums[member],)))
 
         with together(ranked.comm):
             for at, message in messages:
                 own_table()[at] = message
-            channels = [left_and_keys(member) for member in range(len(members))]
+            channels = [channels_of(member) for member in range(len(members))]
             num_gone = [int((~each.gone).sum()) if each.gone is not None else 0 for each in channels]
             alone = dataclasses.replace(as_elements(ranked, nums, lambda: channels), comm=Alone())
             choice = choose_elements(
@@ -185,9 +182,7 @@ class Channels(Pattern):
         """Return what a shard's elements add to the channels that it holds a part of, on its device."""
         shard = part.scores.shard
         num = sum(stop - start for start, stop in self._runs(shard))
-        table = torch.zeros((NUM_ROWS, num), dtype=torch.int64, device=shard.local.device)
-        if part.scores.score.combined_by != "sum":
-            table[SUM] = VALUES.first
+        table = empty_table(part.scores.score, (num,), shard.local.device)
         for at, channels, shape in self._pieces(shard):
             part.add(table[:, channels], at, partial(_added_up, shape), grid, member)
         return table

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +22,9 @@ from distprune.collectives.base import Communicator
 from distprune.collectives.roster import Roster
 from distprune.shards.device import fetched
 
-Array = npt.NDArray[Any]
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
-Told = tuple[IntArray, Array | None]  # numbers of items, and of what a rank owns its values
+Told = tuple[IntArray, IntArray | None]  # numbers of items, and of what a rank owns its values, in words
 Answer = tuple[int, int, npt.NDArray[np.uint8]]  # which of the items in a range of bands stay, as bits
 
 _BATCH = 1 << 23  # bytes of small parameters that a rank sends at a time
@@ -171,9 +169,5 @@ def _decoded(message: npt.NDArray[np.uint8]) -> Iterator[tuple[int, Told]]:
         ends, at = np.cumsum(lengths), at + 3 + 2 * num
         numbers = np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1])
         stop = at + -(-len(numbers) * size // _WORD)
-        kind = "i8" if size % _WORD == 0 else f"i{size}"
-        values = words[at:stop].view(kind)[: len(numbers) * max(size // _WORD, 1)] if size else None
-        if values is not None and size > _WORD:
-            values = values.reshape(len(numbers), -1)
+        yield member, (numbers, words[at:stop] if size else None)
         at = stop
-        yield member, (numbers, values)

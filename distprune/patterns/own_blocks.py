@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from distprune.patterns.addends import NUM_GONE, NUM_ROWS, Grid, ShardAddends, as_elements, competing, keys_of
+from distprune.patterns.addends import Grid, ShardAddends, as_elements, competing, empty_table, keys_and_left
 from distprune.patterns.base import Choice, Ranked
 from distprune.patterns.cut_bands import Answer, CutBands, CutPart
 from distprune.patterns.local_blocks import LocalBlocks
@@ -59,16 +59,15 @@ class OwnBlocks:
         blocks, addends, device = self.of(scores), ShardAddends(scores), scores.device
         keys = torch.empty(blocks.shape, dtype=torch.int64, device=device)
         left = torch.empty(blocks.shape, dtype=torch.bool, device=device)
-        cut = [torch.empty((NUM_ROWS, 0), dtype=torch.int64, device=device)]
+        cut = [empty_table(scores.score, (0,), device)]
         for at, bands in blocks.chunks(device):
-            table = torch.zeros((NUM_ROWS, *keys[bands].shape), dtype=torch.int64, device=device)
+            table = empty_table(scores.score, keys[bands].shape, device)
             addends.add(table, at, partial(blocks.added_up, bands), self.grid, member)
             first, last = bands.start * blocks.shape[1], bands.stop * blocks.shape[1]
             places = blocks.cut[slice(*np.searchsorted(blocks.cut, [first, last]).tolist())] - first
             if len(places):
-                cut.append(table.view(NUM_ROWS, -1)[:, sent(torch.from_numpy(places), device)])
-            torch.ne(table[NUM_GONE], self._size**2, out=left[bands])
-            keys[bands] = keys_of(table, scores.score)
+                cut.append(table.flatten(1)[:, sent(torch.from_numpy(places), device)])
+            keys[bands], left[bands] = keys_and_left(table, scores.score, self._size**2)
         return keys, left, torch.cat(cut, 1)
 
     @cached_property
@@ -89,11 +88,13 @@ class OwnBlocks:
             first = self.cut.first_band(member, self._nums[member])
             numbers, places = np.unique(np.concatenate([numbers for numbers, _ in told]), return_inverse=True)
             parts = np.split(places, np.cumsum([len(numbers) for numbers, _ in told])[:-1])
-            table = torch.zeros((NUM_ROWS, len(numbers)), dtype=torch.int64, device="cpu")
+            table = empty_table(self._ranked.score, (len(numbers),))
             for place, (_, values) in zip(parts, told, strict=True):
                 if values is not None:
-                    table.index_add_(1, torch.from_numpy(place), torch.from_numpy(values.T.copy()))
-            left, keys = table[NUM_GONE] != self._size**2, keys_of(table, self._ranked.score)
+                    table.index_add_(
+                        1, torch.from_numpy(place), torch.from_numpy(values.reshape(len(place), -1).T.copy())
+                    )
+            keys, left = keys_and_left(table, self._ranked.score, self._size**2)
             geometry = Geometry((self._nums[member],), (runs_of(numbers + first),))
             found[member] = competing(self._ranked, member, keys, left, geometry), parts
         return found

@@ -248,7 +248,7 @@ class _UnitRule:
             place = np.searchsorted(units, unit)
             places.append(place * length + numbers % length)
             if values is not None:
-                keys[places[-1]] = values
+                keys[places[-1]] = values.view(keys.dtype)[: len(numbers)]
                 num_told += np.bincount(place, minlength=len(units))
         if (num_told != length).any():
             raise ValueError(f"ranks do not hold all of the groups or rows of {name!r} that they hold parts of")
