@@ -41,11 +41,6 @@ class Managed:
         return bool(self.param._module_info.shared_modules)
 
     @property
-    def name(self) -> str:
-        """Return the parameter's name in its module."""
-        return str(self.param._module_info.param_name)
-
-    @property
     def ranks(self) -> frozenset[int]:
         """The global ranks over which FSDP2 shards and replicates it: data-parallel, each with samples of its own."""
         return frozenset(int(rank) for rank in self.param.mesh_info.mesh.mesh.flatten())

@@ -68,7 +68,9 @@ def state(net: nn.Module) -> list[Any]:
         hooks = [*module._forward_pre_hooks.items(), *module._forward_hooks.items()]
         methods = [[*getattr(hook, "_pruning_methods", ())] for _, hook in hooks]
         params = [fsdp2.find(module, name) for name in tensors]
-        managed = [(m.name, type(m.param), getattr(m.param, "_watch", None)) for m in params if m is not None]
+        managed = [
+            (m.param._module_info.param_name, type(m.param), getattr(m.param, "_watch", None)) for m in params if m
+        ]
         always = [*module._forward_hooks_always_called], sorted(module._non_persistent_buffers_set)
         seen += [path, type(module), sorted(module.__dict__), values, hooks, methods, managed, always]
         kept.append(tensors)
