@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import final
@@ -20,8 +20,9 @@ from distprune.patterns.local_units import IntArray, LocalUnits
 from distprune.patterns.on_gpu import keys_of_weights, write_masks
 from distprune.scores.base import LocalScores
 from distprune.selection.highest import keep_highest_per_row
+from distprune.selection.host import joined_keys
 from distprune.selection.order import Order
-from distprune.shards.device import count_true, on_host, sent
+from distprune.shards.device import SMALL, batches, count_true, on_host, sent
 from distprune.shards.matrix import Matrix
 
 BoolArray = npt.NDArray[np.bool_]
@@ -119,13 +120,39 @@ class WithinRows(Pattern):
             counts[0] = len(out) - count_true(out)
             return counts
 
+        def decide_small(
+            scores: Sequence[LocalScores], outs: Sequence[torch.Tensor]
+        ) -> Iterator[tuple[int, torch.Tensor]]:
+            """Yield the places of small shards, those of one kind decided together, and what ``decide`` returns."""
+            kinds: dict[tuple[WithinRows, Order, int], list[int]] = {}
+            for i, each in enumerate(scores):
+                member, there = ranked.index[each.shard.name], units_of(each)
+                is_small = on_host(each.device) and len(outs[i]) <= SMALL
+                if is_small and there.is_dense and not ranked.regrows:
+                    kind = own[member], rows[member].order, self.unit_length(there.matrix)
+                    kinds.setdefault(kind, []).append(i)
+            for (pattern, order, length), places in kinds.items():
+                for which in batches(places, [len(outs[i]) for i in places]):
+                    numels = [len(outs[i]) for i in which]
+                    keys = np.empty(sum(numels), f"i{order.key_dtype.itemsize}")
+                    joined_keys(order, [scores[i] for i in which], numels, keys)
+                    rule = _UnitRule(ranked, pattern, order)
+                    stays = rule.keep(torch.from_numpy(keys).view(-1, length)).numpy().reshape(-1)
+                    firsts, counts = np.cumsum([0, *numels[:-1]]), np.zeros((3, len(which)), np.int64)
+                    for row, flags in enumerate((~stays, keys < order.first, keys > order.last)):
+                        counts[row] = np.add.reduceat(flags, firsts, dtype=np.int64)
+                    for i, first, of_shard in zip(which, firsts.tolist(), torch.from_numpy(counts.T), strict=True):
+                        outs[i].numpy()[:] = stays[first : first + len(outs[i])]
+                        yield i, of_shard
+
         def decide_all(scores: Sequence[LocalScores], outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             members = [ranked.index[each.shard.name] for each in scores]
             kinds = [own[i].kernel(each.shard.as_matrix()) for i, each in zip(members, scores, strict=True)]
             plain = [i for i, each in enumerate(scores) if kinds[i] is not None and units_of(each).is_dense]
             keys = keys_of_weights(ranked, [scores[i] for i in plain], [rows[members[i]].order for i in plain])
             if keys is None:
-                return [*map(decide, scores, outs)]
+                found = dict(decide_small(scores, outs))
+                return [found[i] if i in found else decide(scores[i], outs[i]) for i in range(len(scores))]
             units = [kind for kind in (kinds[i] for i in plain) if kind is not None]
             there = write_masks([scores[i] for i in plain], units, keys, [outs[i] for i in plain])
             by_place = dict(zip(plain, there, strict=True))

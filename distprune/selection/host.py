@@ -161,21 +161,12 @@ class Pile:
             tensors = chunks if len(self.sources) == 1 else iter([torch.cat([*chunks])])
             chunks = (keys.numpy() for chunk in tensors for keys in fetched([chunk]))
         elif len(self.sources) > 1:
-            chunks = iter([self._joined()])
+            joined = self._memory.array(sum(self._numels), f"i{self._order.key_dtype.itemsize}")
+            chunks = iter([joined_keys(self._order, [source.scores for source in self.sources], self._numels, joined)])
         start = 0
         for keys in chunks:
             yield start, self._order.unsigned(keys)
             start += len(keys)
-
-    def _joined(self) -> Array:
-        joined, start = self._memory.array(sum(self._numels), f"i{self._order.key_dtype.itemsize}"), 0
-        for source, numel in zip(self.sources, self._numels, strict=True):
-            memory = joined[start : start + numel]
-            for keys in source.scores.keys(self._order, memory):
-                if keys is not memory:
-                    joined[start : start + len(keys)] = keys
-                start += len(keys)
-        return joined
 
     @cached_property
     def _competition(self) -> int | None:
@@ -221,6 +212,18 @@ def piles_of(orders: Sequence[Order], sources: Sequence[Source]) -> list[Pile]:
         for (order, _, _), some in small.items()
         for which in batches(range(len(some)), [source.geometry.local_numel for source in some], _JOINED)
     ]
+
+
+def joined_keys(order: Order, scores: Sequence[Keyed], numels: Sequence[int], out: Array) -> Array:
+    """Return the keys of all of ``scores``, on the host, one after the other, in ``out``."""
+    start = 0
+    for each, numel in zip(scores, numels, strict=True):
+        memory = out[start : start + numel]
+        for keys in each.keys(order, memory):
+            if keys is not memory:
+                out[start : start + len(keys)] = keys
+            start += len(keys)
+    return out
 
 
 def _taken(prefixes: Prefixes, of: IntArray | int) -> Any:
