@@ -52,7 +52,8 @@ class OwnBlocks:
         """By member, the keys of all blocks, which are left, and the table of cut ones."""
         tensors = [tensor for member, scores in self.scores.items() for tensor in self._sums_of(scores, member)]
         there = fetched([tensor.view(-1).view(torch.uint8) for tensor in tensors])  # of one dtype: one wait
-        here = (of.view(tensor.dtype).view(tensor.shape) for of, tensor in zip(there, tensors, strict=True))
+        pairs = zip(there, tensors, strict=True)
+        here = (copy.clone().view(tensor.dtype).view(tensor.shape) for copy, tensor in pairs)  # aligned for any dtype
         return {member: (next(here), next(here), next(here)) for member in self.scores}
 
     def _sums_of(self, scores: LocalScores, member: int) -> Tensors:

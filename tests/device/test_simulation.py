@@ -229,7 +229,7 @@ def test_costs_of_the_code_for_devices_on_the_host() -> None:
         with as_on_a_device(chunk), Costs("cpu") as costs:
             prune_model(linear(), 0.5, group=Alone())
         by_chunks.append(costs)
-    assert by_chunks[0].operations.total() > 2 * by_chunks[1].operations.total()
+    assert by_chunks[0].operations.total() > 1.5 * by_chunks[1].operations.total()
     assert all(costs.bytes.total() > 4 * linear().weight.nbytes for costs in by_chunks)
     with Costs("cpu") as costs:
         torch.ones(3)[torch.tensor([True, False, True])].sum().item()
