@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ _SAMPLES = 1 << 18  # of all competitions, over all ranks: a message of 1 MiB
 _SAMPLES_ALONE = 1 << 12  # of each, at least, where nothing is sent
 _MESSAGE, _ROOM = 1 << 20, 1 << 24  # bytes, of what is sent and of what is not
 _SIGMAS = 5  # of a sample's rank: the k-th lies beside the range once in a million calls, which costs two passes more
+Mark = Literal["unmarked", "zeros", "masked", "left"]
+
 _LAST_KEY, _LEAST_KEY = (1 << 31) - 1, -(1 << 31)
 
 
@@ -38,19 +40,20 @@ class Tuning:
 class Keys:
     """How values become keys. ``gone``: that of what was pruned before; ``last``: the highest that is a number.
 
-    ``zeros_gone``: zero weights were. ``wide``: keys are those of float32.
+    ``marked``: what was, or what was not and comes last. ``wide``: keys are those of float32.
     """
 
     score: ScoreName
     gone: int
     last: int
-    zeros_gone: bool = True
+    marked: Mark = "zeros"
     wide: bool = False
+    checks_weights: bool = True  # whether a NaN weight counts, also where scores are not the weights
 
     @property
     def constants(self) -> dict[str, Any]:
-        number = getattr(kernels("tiles"), self.score.upper()).value
-        return {"SCORE": number, "ZEROS_GONE": self.zeros_gone, "WIDE": self.wide}
+        score, marked = (getattr(kernels("tiles"), name.upper()).value for name in (self.score, self.marked))
+        return {"SCORE": score, "MARKED": marked, "WIDE": self.wide}
 
 
 @final
@@ -97,6 +100,7 @@ class Lowest:
         self.num_nans = torch.zeros(1, dtype=torch.int64, device=device)
         # Where the sample missed; each pass may waste one bit.
         self._num_passes = 1 + math.ceil((32 + math.ceil(math.log2(max(*numels.tolist(), 2)))) / (self._bits - 1))
+        self._checks = {"WEIGHTS_TOO": keys.checks_weights}
         self._constants = {"BLOCK": tuning.block, "num_warps": tuning.num_warps, **keys.constants}
 
     @property
@@ -151,7 +155,7 @@ class Lowest:
 
     def _count(self, table: Table, is_first: bool) -> None:
         num_nans = self._histogram[0, -1:]
-        constants = {"BITS": self._bits, "LOOKS_FOR_NANS": is_first, **self._constants}
+        constants = {"BITS": self._bits, "LOOKS_FOR_NANS": is_first, **self._constants, **self._checks}
         table.run(kernels("select").count, self.states, self._histogram, num_nans, self._keys.last, **constants)
 
     def _narrow(self, states: torch.Tensor) -> None:
@@ -165,7 +169,7 @@ class Lowest:
         ``totals`` (tensors, 3), int64: pruned, gone before; or how many are NaN.
         """
         numbers = self._keys.gone, self._keys.last
-        constants = {"WRITES_MASK": writes_mask, **self._constants}
+        constants = {"WRITES_MASK": writes_mask, **self._constants, **self._checks}
         table.run(kernels("select").write_lowest, self.states, self.num_nans, totals, *numbers, **constants)
 
 

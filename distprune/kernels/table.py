@@ -23,8 +23,8 @@ IntArray = npt.NDArray[np.int64]
 _CONTIGUOUS = 1 << 62  # a run longer than any tensor
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.int32: "int32"}
 _NAMES |= {torch.int16: "int16", torch.int8: "int8", torch.bool: "int8", torch.int64: "int64"}
-_NUMEL, _START = 3, 8  # columns of a segment: see on_device/tiles.py
-_VALUES, _OTHER, _OUT = range(3)
+_NUMEL, _START = 4, 9  # columns of a segment: see on_device/tiles.py
+_VALUES, _OTHER, _OUT, _MASK = range(4)
 
 
 @dataclass
@@ -33,8 +33,9 @@ class Piece:
 
     They are runs of ``run``, whose flat indices are ``stride`` apart.
 
-    ``tensor``: the row of the totals. ``other``: the gradient, of as many elements. ``out``: a mask (bool).
-    ``zeroth``: the position of flat index 0 in the competition. ``seeds``: of random scores.
+    ``tensor``: the row of the totals. ``other``: the gradient, of as many elements. ``out``: a mask (bool) to write,
+    ``mask``: one that is given. ``zeroth``: the position of flat index 0 in the competition. ``seeds``: of random
+    scores.
     """
 
     values: torch.Tensor
@@ -47,28 +48,29 @@ class Piece:
     stride: int = 0
     other: torch.Tensor | None = None
     out: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
     seeds: tuple[int, int] = (0, 0)
     owned: bool = True
 
     def cut(self, at: slice) -> Piece:
         """Return the piece of the elements ``at``."""
-        other, out = (None if tensor is None else tensor[at] for tensor in (self.other, self.out))
-        return dataclasses.replace(self, values=self.values[at], other=other, out=out)
+        cut = [None if tensor is None else tensor[at] for tensor in (self.other, self.out, self.mask)]
+        return dataclasses.replace(self, values=self.values[at], other=cut[0], out=cut[1], mask=cut[2])
 
     def row(self) -> tuple[int, ...]:
         """Return the columns of a segment that is all of it."""
-        other = 0 if self.other is None else self.other.data_ptr()
-        addresses = self.values.data_ptr(), other, 0 if self.out is None else self.out.data_ptr()
+        given = (self.values, self.other, self.out, self.mask)
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
         place = self.tensor, self.competition, self.zeroth, self.flat, self.start, self.run, self.stride
         return *addresses, self.values.numel(), *place, *self.seeds, self.owned
 
 
 def pieces_of(
     geometry: Geometry, values: torch.Tensor, out: torch.Tensor | None = None, other: torch.Tensor | None = None,
-    **fields: Any,
+    mask: torch.Tensor | None = None, **fields: Any,
 ) -> list[Piece]:  # fmt: skip
     """Return the elements of a shard, contiguous in memory, as pieces: one, where its runs are equally far apart."""
-    whole = Piece(values.view(-1), other=_flat(other), out=_flat(out), **fields)
+    whole = Piece(values.view(-1), other=_flat(other), out=_flat(out), mask=_flat(mask), **fields)
     return [
         dataclasses.replace(whole.cut(at), flat=flat, run=run, stride=stride)
         for at, flat, run, stride in _parts(geometry)
@@ -155,7 +157,7 @@ def tables_of(pieces: Sequence[Piece], block: int, *, row: int = 1, programs: in
     for piece in pieces:
         columns = piece.row()
         if columns[_NUMEL]:
-            is_aligned = (columns[0] | columns[1] | columns[2] | columns[3]) % 16 == 0
+            is_aligned = (columns[0] | columns[1] | columns[2] | columns[3] | columns[_NUMEL]) % 16 == 0
             other = None if piece.other is None else piece.other.dtype
             kind = piece.values.dtype, other, is_aligned, piece.run == _CONTIGUOUS
             by_kind.setdefault(kind, []).append(columns)
@@ -188,7 +190,12 @@ def _table(kind: tuple[Any, ...], columns: Sequence[tuple[int, ...]], block: int
 
     table = rows[owners]
     table[:, _NUMEL] = np.minimum((np.append(cuts[1:], ends[-1]) - cuts) * block, numels[owners] - start)
-    for column, size in ((_VALUES, dtype.itemsize), (_OTHER, 0 if other is None else other.itemsize), (_OUT, 1)):
+    for column, size in (
+        (_VALUES, dtype.itemsize),
+        (_OTHER, 0 if other is None else other.itemsize),
+        (_OUT, 1),
+        (_MASK, 1),
+    ):
         table[:, column] += start * size * (table[:, column] != 0)
     table[:, _START] += start
     language = kernels("tiles").tl

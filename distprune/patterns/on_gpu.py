@@ -9,13 +9,12 @@ import torch
 
 from distprune.collectives.agree import together
 from distprune.kernels.available import has_kernels
-from distprune.kernels.lowest import Keys, Lowest
+from distprune.kernels.lowest import Keys, Lowest, Mark
 from distprune.kernels.table import Piece, Table, pieces_between, pieces_of, tables_of
 from distprune.kernels.within import keep_groups, keep_rows
 from distprune.patterns.base import Ranked
 from distprune.patterns.competing import Competing
 from distprune.scores.base import LocalScores
-from distprune.scores.random import Random
 from distprune.selection.order import Order
 from distprune.selection.radix import Competition
 from distprune.shards.device import fetched
@@ -28,31 +27,48 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 def keys_of_weights(ranked: Ranked, scores: Sequence[LocalScores], orders: Iterable[Order]) -> Keys | None:
     """Return how kernels make keys of all of ``scores``, on one GPU; ``None``: they do not. Local."""
-    name, own_orders, devices = ranked.score.kernel, [*orders], {each.device for each in scores}
-    is_gone = {None if each.gone is None else each.gone is each.shard.local for each in scores}
-    if name is None or ranked.regrows or len(devices) != 1 or len(is_gone) != 1 or False in is_gone:
-        return None
-    zeros_gone = True in is_gone
-    if len({(order.ordered_by, order.zeros_gone) for order in own_orders}) != 1:
+    name, own_orders = ranked.score.kernel, [*orders]
+    devices, marks = {each.device for each in scores}, {_mark(each) for each in scores}
+    kinds = {(order.ordered_by, order.zeros_gone) for order in own_orders}
+    if name is None or len(devices) != 1 or len(marks) != 1 or None in marks or len(kinds) != 1:
         return None
     if not all(map(has_kernels, devices)) or not all(map(_is_plain, scores)):
         return None
+    mark = marks.pop() or "unmarked"
     dtypes = [each.shard.local.dtype for each in scores]
     wide = name == "magnitude" and any(d is not o.value_dtype for d, o in zip(dtypes, own_orders, strict=True))
-    return Keys(name, 0 if name == "magnitude" and zeros_gone else -1, own_orders[0].last, zeros_gone, wide)
+    gone = 0 if name == "magnitude" and mark == "zeros" else -1
+    return Keys(name, gone, own_orders[0].last, mark, wide, checks_weights=not ranked.of_left)
+
+
+def _mark(scores: LocalScores) -> Mark | None:
+    """Return how kernels know what was pruned before; ``None``: they do not."""
+    if scores.regrows:
+        return "left" if "left" in scores.evidence else None
+    if scores.gone is None:
+        return "unmarked"
+    return "zeros" if scores.gone is scores.shard.local else "masked" if scores.gone.dtype is torch.bool else None
+
+
+def _given(scores: LocalScores) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradient, and the mask of what was pruned before, or was not."""
+    mask = {"left": scores.evidence.get("left"), "masked": scores.gone}.get(_mark(scores) or "")
+    return scores.evidence["gradient"] if scores.score.kernel in ("gradient", "taylor") else None, mask
 
 
 def _is_plain(scores: LocalScores) -> bool:
-    read = [scores.shard.local, *(scores.evidence[name] for name in scores.score.needs)]
-    return all(tensor.is_contiguous() and tensor.dtype in _FLOATS for tensor in read)
+    gradient, mask = _given(scores)
+    numbers = [scores.shard.local, *([] if gradient is None else [gradient])]
+    is_contiguous = all(tensor.is_contiguous() for tensor in (*numbers, *([] if mask is None else [mask])))
+    return is_contiguous and all(tensor.dtype in _FLOATS for tensor in numbers)
 
 
 def pieces(scores: LocalScores, tensor: int, out: torch.Tensor | None, **place: Any) -> list[Piece]:
     """Return the pieces of one shard: row ``tensor`` of the totals; ``place``: where in its competition."""
-    other = scores.evidence[scores.score.needs[0]] if scores.score.needs else None
-    seeds = scores.score._seeds(scores.shard.name) if isinstance(scores.score, Random) else (0, 0)
-    shard = scores.shard
-    return pieces_of(shard.geometry, shard.local, out, other, tensor=tensor, owned=shard.owned, seeds=seeds, **place)
+    shard, (gradient, mask) = scores.shard, _given(scores)
+    seeds = scores.score.seeds(shard.name) if scores.score.kernel == "random" else (0, 0)
+    given: dict[str, Any] = {"tensor": tensor, "owned": shard.owned, "seeds": seeds, **place}
+    return pieces_of(shard.geometry, shard.local, out, gradient, mask, **given)
 
 
 def write_masks(

@@ -150,7 +150,7 @@ class WithinRows(Pattern):
             kinds = [own[i].kernel(each.shard.as_matrix()) for i, each in zip(members, scores, strict=True)]
             plain = [i for i, each in enumerate(scores) if kinds[i] is not None and units_of(each).is_dense]
             keys = keys_of_weights(ranked, [scores[i] for i in plain], [rows[members[i]].order for i in plain])
-            if keys is None:
+            if keys is None or keys.marked in ("masked", "left"):  # the numbers of rows and groups differ
                 found = dict(decide_small(scores, outs))
                 return [found[i] if i in found else decide(scores[i], outs[i]) for i in range(len(scores))]
             units = [kind for kind in (kinds[i] for i in plain) if kind is not None]

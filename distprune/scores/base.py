@@ -69,7 +69,7 @@ class Score(ABC):
     scores_units: ClassVar[bool] = False  # of_units scores a unit by its number, not by its elements
     zero_where_weights_are: ClassVar[bool] = False  # a score is zero exactly where its weight is
     is_weight: ClassVar[bool] = False  # values() returns the weights, as they are
-    kernel: ClassVar[ScoreName | None] = None  # of GPUs, that computes the same from weights of 16 and 32 bits
+    kernel: ScoreName | None = None  # of GPUs, that computes the same from weights of 16 and 32 bits
     combined_by: Literal["sum", "max", "min"] = "sum"  # how the elements of a unit make its score
     descending: bool = False  # the larger the sum of a unit, the less it matters
     of_zero: float = 0.0  # what an element that is gone adds to its unit
@@ -99,6 +99,10 @@ class Score(ABC):
             NotImplementedError: the score does not set ``scores_units``.
         """
         raise NotImplementedError(f"{self!r} scores elements alone")
+
+    def seeds(self, name: str) -> tuple[int, int]:
+        """Return the words of parameter ``name``, int32, that the hash of random scores takes."""
+        raise NotImplementedError(f"{self!r} is not random")
 
     @property
     def needs_seed(self) -> bool:

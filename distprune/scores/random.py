@@ -50,7 +50,7 @@ class Random(Score):
 
     @override
     def of_units(self, name: str, units: torch.Tensor) -> torch.Tensor:
-        (first, second), found = self._seeds(name), units.to(torch.int32, copy=True)  # all wraps
+        (first, second), found = self.seeds(name), units.to(torch.int32, copy=True)  # all wraps
         if units.dtype is torch.int64:
             found += (units >> 32).to(torch.int32) * _FACTORS[0]
         mixed: Any = found.numpy() if on_host(found.device) else found
@@ -64,8 +64,8 @@ class Random(Score):
         mixed &= 0x7FFFFFFF
         return found
 
-    def _seeds(self, name: str) -> tuple[int, int]:
-        """Return the words of parameter ``name``, int32."""
+    @override
+    def seeds(self, name: str) -> tuple[int, int]:
         digest = hashlib.blake2b(f"{self.seed}\0{name}".encode(), digest_size=8).digest()
         first, second = struct.unpack("<ii", digest)
         return first, second

@@ -14,10 +14,12 @@ from typing_extensions import override
 
 from distprune.collectives.agree import sum_together
 from distprune.collectives.base import Communicator
+from distprune.kernels.table import ScoreName
 from distprune.masks.in_place import zero_where_pruned
 from distprune.models.find_shards import Found, NamePattern, find_shards
 from distprune.patterns.as_pattern import as_pattern, says_how_much
 from distprune.patterns.base import Pattern, Ranked, check_share
+from distprune.patterns.unstructured import Unstructured
 from distprune.pruning.agreement import Facts, agree_on, all_shown
 from distprune.pruning.choose_masks import choose_masks
 from distprune.pruning.evidence import gradients_there
@@ -149,7 +151,7 @@ def regrow(
 
     ranked = Ranked(comm, agreed.roster, Magnitude(), to_drop, of_left=True)
     left, _ = choose_masks(ranked, ranked.choose(dropping))
-    score = _Growth(agreed.score)
+    score = _Growth(agreed.score, adds_up=not (growing.is_by_row or isinstance(growing, Unstructured)))
 
     def to_grow() -> list[LocalScores]:
         evidence: list[dict[str, torch.Tensor]] = [{"left": of_left} for of_left in left]
@@ -175,25 +177,44 @@ def regrow(
     return Counts(sum(num_held for num_held, _ in counts), num_elements, num_moved)
 
 
+_MOST = (1 << 31) - 1
+
+
 @dataclass(frozen=True)
 class _Growth(Score):
-    """How much a weight wants to grow; what was not dropped comes before all, and so do the units that it is in."""
+    """How much a weight wants to grow; what was not dropped comes before all.
+
+    ``adds_up``: units are chosen by sums; those that it is in come before all then.
+    """
 
     by: Score
+    adds_up: bool
+
+    @property
+    @override
+    def kernel(self) -> ScoreName | None:  # type: ignore[override]
+        return None if self.adds_up else "random" if isinstance(self.by, Random) else "gradient"
+
+    @override
+    def seeds(self, name: str) -> tuple[int, int]:
+        return self.by.seeds(name)
 
     @override
     def values(self, elements: Elements) -> torch.Tensor:
+        left = elements["left"]
         if isinstance(self.by, Random):
-            values = self.by.values(elements).double()
-        else:
-            gradient = elements["gradient"]
-            values = (gradient if gradient.dtype is torch.float64 else gradient.float()).abs()
-            values = values.clamp(max=torch.finfo(values.dtype).max)  # what is infinite comes after what is left
-        return values.masked_fill_(elements["left"], torch.inf)
+            values = self.by.values(elements)
+            return values.double().masked_fill_(left, torch.inf) if self.adds_up else values.masked_fill_(left, _MOST)
+        gradient = elements["gradient"]
+        values = (gradient if gradient.dtype is torch.float64 else gradient.float()).abs()
+        values = values.clamp(max=torch.finfo(values.dtype).max)  # what is infinite comes after what is left
+        return values.masked_fill_(left, torch.inf)
 
     @override
     def dtype(self, weight: torch.dtype) -> torch.dtype:
-        return torch.float64 if isinstance(self.by, Random) else super().dtype(weight)
+        if isinstance(self.by, Random):
+            return torch.float64 if self.adds_up else torch.int32
+        return super().dtype(weight)
 
     @override
     def reads(self, shard: LocalShard, evidence: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

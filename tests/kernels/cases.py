@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from distprune.kernels.lowest import Keys
+from distprune.kernels.lowest import Keys, Mark
 from distprune.kernels.table import ScoreName
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,11 +38,11 @@ def awkward(rng: np.random.Generator, numel: int, dtype: torch.dtype) -> torch.T
     return w.to(dtype)
 
 
-def keys_for(score: ScoreName, dtypes: Sequence[torch.dtype], *, zeros_gone: bool = True) -> Keys:
+def keys_for(score: ScoreName, dtypes: Sequence[torch.dtype], marked: Mark = "zeros") -> Keys:
     wide = score == "magnitude" and len(set(dtypes)) > 1
     last = INFINITY[dtypes[0]] if score == "magnitude" and not wide else 0x7F800000
-    gone = 0 if score == "magnitude" and zeros_gone else -1
-    return Keys(score, gone, 0x7FFFFFFF if score == "random" else last, zeros_gone, wide)
+    gone = 0 if score == "magnitude" and marked == "zeros" else -1
+    return Keys(score, gone, 0x7FFFFFFF if score == "random" else last, marked, wide)
 
 
 def hashed(seeds: tuple[int, int], flat: np.ndarray[tuple[int], np.dtype[np.int64]]) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from tests.kernels import interpreted  # noqa: F401  # first
 
 from distprune.collectives.alone import Alone  # isort: skip
-from distprune.kernels.lowest import Keys, Tuning, prune_pieces  # isort: skip
+from distprune.kernels.lowest import Keys, Mark, Tuning, prune_pieces  # isort: skip
 from distprune.kernels.table import Piece, ScoreName, pieces_of  # isort: skip
 from distprune.shards.geometry import Geometry  # isort: skip
 from tests.kernels.cases import DTYPES, awkward, bits, hashed, keys_for, lowest, zeroed  # isort: skip
@@ -37,7 +37,9 @@ def test_the_lowest_go(score: ScoreName, seed: int) -> None:
     num, dtype, shift = len(numels), DTYPES[rng.integers(3)], int(rng.random() < 0.3)  # 1: nothing is aligned
     dtypes = [DTYPES[rng.integers(3)] if score == "magnitude" and seed % 3 == 0 else dtype for _ in numels]
     tensors = [awkward(rng, n + shift, t)[shift:] for n, t in zip(numels, dtypes, strict=True)]
-    keys = keys_for(score, dtypes, zeros_gone=seed % 4 != 1)
+    marks: tuple[Mark, ...] = ("zeros", "unmarked", "masked", "left")
+    keys = keys_for(score, dtypes, marks[seed % 4])
+    given = [torch.from_numpy(rng.integers(0, 2, n) == 1) for n in numels]
     if score == "keys":
         tensors = [torch.from_numpy(rng.integers(-(1 << 31) + 1, 1 << 30, n) >> rng.integers(30)).int() for n in numels]
         keys = Keys("keys", -(1 << 31), (1 << 30) - 1)
@@ -54,14 +56,24 @@ def test_the_lowest_go(score: ScoreName, seed: int) -> None:
         "keys": lambda i: tensors[i].double() + 2.0**32,
     }[score]
     flat = torch.cat([scores(i).double() for i in range(num)])
-    gone = torch.cat([(t == 0) & (keys.zeros_gone and score != "keys") for t in tensors])
+    gone = torch.cat([(t == 0) & (keys.marked == "zeros" and score != "keys") for t in tensors])
+    if keys.marked in ("masked", "left"):
+        mask = torch.cat(given)
+        gone = ~mask if keys.marked == "masked" else torch.zeros_like(mask)
+        flat = (
+            torch.where(gone, 0.0, flat)
+            if keys.marked == "masked"
+            else torch.where(mask, 2.0**130, flat.clamp(max=2.0**129))
+        )
     goes = torch.split(lowest(flat.nan_to_num(0.0, torch.inf), gone, np.repeat(competitions, numels), k), numels)
     writes_mask = score == "keys" or rng.random() < 0.3
     masks = [torch.ones(n, dtype=torch.bool) for n in numels]
     before, passed, pieces = [t.clone() for t in tensors], [0] * num, []
     for i, (t, c) in enumerate(zip(tensors, competitions, strict=True)):
         other = grads[i] if score in ("gradient", "taylor") else None
-        pieces.append(Piece(t, i, c, passed[c] - shift, shift, other=other, out=masks[i], seeds=seeds[i]))
+        pieces.append(
+            Piece(t, i, c, passed[c] - shift, shift, other=other, out=masks[i], mask=given[i], seeds=seeds[i])
+        )
         passed[c] += numels[i]
     totals, found = prune_pieces(Alone(), pieces, k, positions, keys, writes_mask=writes_mask, tuning=small(rng))
     assert int(found.num_nans) == int(flat.isnan().sum())

@@ -21,6 +21,7 @@ from distprune.kernels.table import Table
 from tests.device_path import counted_waits
 from tests.worlds import ProcessPool
 
+RUN = Table.run
 SHAPES = [(6, 32), (8, 64), (3, 32)]
 
 
@@ -102,6 +103,27 @@ def check_elements(score: str, how: dict[str, Any], dtype: torch.dtype | None, k
 def test_elements(score: str, how: dict[str, Any], dtype: torch.dtype | None, kind: str) -> None:
     for share in (0.0, 0.4):
         check_elements(score, how, dtype, kind, share)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("pattern", ["unstructured", "2:4", "row"])
+@pytest.mark.parametrize("by", ["random", "gradient"])
+@pytest.mark.sampled(3)
+def test_zeros_that_move(by: Any, pattern: str) -> None:
+    found, num_launches = [], 0
+    for devices in ((), ("cpu",)):
+        module = model(torch.float32, "ties")
+        how: dict[str, Any] = {"pattern": pattern} | ({} if pattern == "2:4" else {"sparsity": 0.5})
+        prune.prune_model(module, include="*", **how)
+        hold = prune.hold_zeros(module, torch.optim.SGD(module.parameters(), lr=0.1), include="*")
+        with patch("distprune.kernels.available._DEVICES", devices), patch.object(Table, "run", autospec=True) as run:
+            run.side_effect = RUN
+            counts = hold.regrow(0.3, pattern, by=by, seed=3)
+        num_launches += run.call_count
+        found.append([*zeros(module), torch.tensor([counts.num_held, counts.num_moved])])
+    assert all(map(torch.equal, *found))
+    assert num_launches > 0 or pattern == "row"  # each row drops a share of what it has kept
 
 
 @pytest.mark.usefixtures("interpreted")

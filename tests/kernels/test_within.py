@@ -48,8 +48,8 @@ def test_each_row_and_group_by_itself(kind: str, seed: int) -> None:
     dtype = DTYPES[rng.integers(3)]
     nums = (0, 1, 3) if kind == "rows" else (0, 1, 5, 16, 33)
     tensors = [awkward(rng, int(rng.choice(nums)) * length, dtype) for _ in range(2)] + [awkward(rng, length, dtype)]
-    keys = keys_for("magnitude", [dtype], zeros_gone=seed % 3 != 0)
-    gone = [(t == 0) & keys.zeros_gone for t in tensors]
+    keys = keys_for("magnitude", [dtype], "zeros" if seed % 3 else "unmarked")
+    gone = [(t == 0) & (keys.marked == "zeros") for t in tensors]
     if seed % 4 == 0:
         tensors = [
             torch.from_numpy(rng.integers(-(1 << 31) + 1, 1 << 30, t.numel()) >> rng.integers(30)).int()

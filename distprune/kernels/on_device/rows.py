@@ -10,7 +10,7 @@ LAST_KEY = tl.constexpr(0x7FFFFFFF)  # of int32
 
 @triton.jit(do_not_specialize=["gone", "last_key"])
 def keep_n_of_m(segments, firsts, totals, gone, last_key, N: tl.constexpr, M: tl.constexpr,
-                GROUPS: tl.constexpr, SCORE: tl.constexpr, ZEROS_GONE: tl.constexpr, DTYPE: tl.constexpr,
+                GROUPS: tl.constexpr, SCORE: tl.constexpr, MARKED: tl.constexpr, DTYPE: tl.constexpr,
                 GRAD: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr, CONTIGUOUS: tl.constexpr):  # fmt: skip
     """Write a mask without the ``M - N`` lowest of every ``M``, and what was gone."""
     PADDED: tl.constexpr = triton.next_power_of_2(M)
@@ -25,7 +25,7 @@ def keep_n_of_m(segments, firsts, totals, gone, last_key, N: tl.constexpr, M: tl
             valid = in_tile(lanes, start, numel, GROUPS * M, ALIGNED)
             if PADDED > M:
                 valid &= column < M
-            keys, is_nan = keys_of(segment, start, lanes, valid, last_key, SCORE, ZEROS_GONE, DTYPE, GRAD, WIDE,
+            keys, is_nan = keys_of(segment, start, lanes, valid, last_key, SCORE, MARKED, DTYPE, GRAD, WIDE,
                                    ALIGNED, CONTIGUOUS)  # fmt: skip
             # Below what stands for those that went; given keys may be any int32.
             ranks, stays = keys.to(tl.int64) if SCORE == KEYS else keys - 1, valid
@@ -46,14 +46,14 @@ def keep_n_of_m(segments, firsts, totals, gone, last_key, N: tl.constexpr, M: tl
 
 @triton.jit
 def num_less(segment, row, keys, valid, least, step, last_key, num_in, IS_ONE: tl.constexpr, WIDTH: tl.constexpr,
-             SCORE: tl.constexpr, ZEROS_GONE: tl.constexpr, DTYPE: tl.constexpr, GRAD: tl.constexpr, WIDE: tl.constexpr,
+             SCORE: tl.constexpr, MARKED: tl.constexpr, DTYPE: tl.constexpr, GRAD: tl.constexpr, WIDE: tl.constexpr,
              ALIGNED: tl.constexpr, CONTIGUOUS: tl.constexpr):  # fmt: skip
     """Return how many keys of a row are less than ``least``, than a ``step`` more, and than two: 21 bits each."""
     nums, lanes = tl.zeros([], tl.int64), tl.arange(0, WIDTH)
     for start in range(0, num_in, WIDTH):
         if not IS_ONE:
             valid = in_tile(lanes, start, num_in, WIDTH, ALIGNED)
-            keys, _ = keys_of(segment, row + start, lanes, valid, last_key, SCORE, ZEROS_GONE, DTYPE, GRAD, WIDE,
+            keys, _ = keys_of(segment, row + start, lanes, valid, last_key, SCORE, MARKED, DTYPE, GRAD, WIDE,
                               ALIGNED, CONTIGUOUS)  # fmt: skip
         are_less = (keys < least).to(tl.int64) + ((keys < least + step).to(tl.int64) << 21)
         are_less += (keys < least + 2 * step).to(tl.int64) << 42
@@ -64,7 +64,7 @@ def num_less(segment, row, keys, valid, least, step, last_key, num_in, IS_ONE: t
 @triton.jit(do_not_specialize=["gone", "last_key", "num_lowest"])
 def keep_in_rows(segments, firsts, totals, gone, last_key, num_in, num_lowest, IS_ONE: tl.constexpr,
                  WIDTH: tl.constexpr, BITS: tl.constexpr,  SCORE: tl.constexpr,
-                 ZEROS_GONE: tl.constexpr,
+                 MARKED: tl.constexpr,
                  DTYPE: tl.constexpr, GRAD: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
                  CONTIGUOUS: tl.constexpr):  # fmt: skip
     """Write a mask without the ``num_lowest`` of every row of ``num_in``, and what was gone.
@@ -79,19 +79,19 @@ def keep_in_rows(segments, firsts, totals, gone, last_key, num_in, num_lowest, I
         num_pruned, num_gone, num_nan = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
         for row in range(0, tl.load(segment + NUMEL), num_in):
             whole = in_tile(lanes, 0, num_in, WIDTH, ALIGNED)
-            keys, is_nan = keys_of(segment, row, lanes, whole, last_key, SCORE, ZEROS_GONE, DTYPE, GRAD, WIDE,
+            keys, is_nan = keys_of(segment, row, lanes, whole, last_key, SCORE, MARKED, DTYPE, GRAD, WIDE,
                                    ALIGNED, CONTIGUOUS)  # fmt: skip
             last = tl.zeros([], tl.int32)
             if SCORE == KEYS:  # others are not negative, but for what is gone
                 is_low = num_less(segment, row, keys, whole, 0, 0, last_key, num_in, IS_ONE, WIDTH, SCORE,
-                                  ZEROS_GONE,
+                                  MARKED,
                                   DTYPE, GRAD, WIDE, ALIGNED, CONTIGUOUS)[0] >= num_lowest  # fmt: skip
                 last = tl.where(is_low, -2147483648, 0).to(tl.int32)
             for shift in range(BITS - 1, -1, -2):  # two bits at a time, after the first
                 step = tl.where(shift == BITS - 1, 0, 1 << shift).to(tl.int32)
                 least = last + tl.where(shift == BITS - 1, 1 << (BITS - 1), step).to(tl.int32)
                 one, two, three = num_less(segment, row, keys, whole, least, step, last_key, num_in, IS_ONE, WIDTH,
-                                           SCORE, ZEROS_GONE, DTYPE, GRAD, WIDE, ALIGNED, CONTIGUOUS)  # fmt: skip
+                                           SCORE, MARKED, DTYPE, GRAD, WIDE, ALIGNED, CONTIGUOUS)  # fmt: skip
                 num = (
                     (one < num_lowest).to(tl.int32)
                     + (two < num_lowest).to(tl.int32)
@@ -100,11 +100,11 @@ def keep_in_rows(segments, firsts, totals, gone, last_key, num_in, num_lowest, I
                 last = tl.where(shift == BITS - 1, tl.where(num > 0, least, last), last + num * step)
             num_ties = num_lowest - num_less(segment, row, keys, whole, last, 0, last_key, num_in, IS_ONE, WIDTH,
                                              SCORE,
-                                             ZEROS_GONE, DTYPE, GRAD, WIDE, ALIGNED, CONTIGUOUS)[0]  # fmt: skip
+                                             MARKED, DTYPE, GRAD, WIDE, ALIGNED, CONTIGUOUS)[0]  # fmt: skip
             for start in range(0, num_in, WIDTH):
                 valid = in_tile(lanes, start, num_in, WIDTH, ALIGNED)
                 if not IS_ONE:
-                    keys, is_nan = keys_of(segment, row + start, lanes, valid, last_key, SCORE, ZEROS_GONE, DTYPE,
+                    keys, is_nan = keys_of(segment, row + start, lanes, valid, last_key, SCORE, MARKED, DTYPE,
                                            GRAD,
                                            WIDE, ALIGNED, CONTIGUOUS)  # fmt: skip
                 ties = (valid & (keys == last)).to(tl.int32)

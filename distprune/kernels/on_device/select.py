@@ -52,7 +52,7 @@ def bin_layout(key_low, key_high, low, high, BITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["last_key"])
 def sample_keys(segments, firsts, strides, samples, last_key, NUM: tl.constexpr, BLOCK: tl.constexpr,
-                SCORE: tl.constexpr, ZEROS_GONE: tl.constexpr, DTYPE: tl.constexpr, GRAD: tl.constexpr,
+                SCORE: tl.constexpr, MARKED: tl.constexpr, DTYPE: tl.constexpr, GRAD: tl.constexpr,
                 WIDE: tl.constexpr, ALIGNED: tl.constexpr, CONTIGUOUS: tl.constexpr):  # fmt: skip
     """Put the key of one position of every ``strides`` into ``samples`` (competitions, NUM): any, by a hash.
 
@@ -81,15 +81,16 @@ def sample_keys(segments, firsts, strides, samples, last_key, NUM: tl.constexpr,
                     offsets = flat // apart * run + flat % apart - begin
                     valid = (flat >= 0) & (flat % apart < run)
                 valid &= (offsets >= 0) & (offsets < numel)
-                keys, _ = keys_of(segment, 0, offsets, valid, last_key, SCORE, ZEROS_GONE, DTYPE, GRAD, WIDE, False,
+                keys, _ = keys_of(segment, 0, offsets, valid, last_key, SCORE, MARKED, DTYPE, GRAD, WIDE, False,
                                   CONTIGUOUS)  # fmt: skip
                 tl.store(samples + competition * NUM + numbers + 1, keys, mask=valid)
 
 
 @triton.jit(do_not_specialize=["last_key"])
 def count(segments, firsts, states, histogram, num_nans, last_key, BITS: tl.constexpr, LOOKS_FOR_NANS: tl.constexpr,
-          BLOCK: tl.constexpr, SCORE: tl.constexpr, ZEROS_GONE: tl.constexpr, DTYPE: tl.constexpr, GRAD: tl.constexpr,
-          WIDE: tl.constexpr, ALIGNED: tl.constexpr, CONTIGUOUS: tl.constexpr):  # fmt: skip
+          WEIGHTS_TOO: tl.constexpr, BLOCK: tl.constexpr, SCORE: tl.constexpr, MARKED: tl.constexpr,
+          DTYPE: tl.constexpr, GRAD: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
+          CONTIGUOUS: tl.constexpr):  # fmt: skip
     """Add what is in each range to ``histogram`` (competitions, bins + 2), and behind the bins what is below."""
     program, lanes = tl.program_id(0), tl.arange(0, BLOCK)
     for i in range(tl.load(firsts + program), tl.load(firsts + program + 1)):
@@ -109,8 +110,8 @@ def count(segments, firsts, states, histogram, num_nans, last_key, BITS: tl.cons
                 last = zeroth + flat_index(segment, tl.minimum(start + BLOCK, numel) - 1, 0, CONTIGUOUS)
                 if LOOKS_FOR_NANS | ((first <= high) & (last >= low)):
                     valid = in_tile(lanes, start, numel, BLOCK, ALIGNED)
-                    keys, is_nan = keys_of(segment, start, lanes, valid, last_key, SCORE, ZEROS_GONE, DTYPE, GRAD, WIDE,
-                                           ALIGNED, CONTIGUOUS, True)  # fmt: skip
+                    keys, is_nan = keys_of(segment, start, lanes, valid, last_key, SCORE, MARKED, DTYPE, GRAD, WIDE,
+                                           ALIGNED, CONTIGUOUS, WEIGHTS_TOO)  # fmt: skip
                     if CONTIGUOUS:  # positions as int32, from the bin on in which the tile begins
                         begin, end = tl.maximum(low - first, 0), tl.minimum(numel - start, high + 1 - first)
                         here = lanes >= tl.minimum(begin, BLOCK).to(tl.int32)
@@ -181,9 +182,9 @@ def narrow(states, histogram, gone, BITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["gone", "last_key"])
 def write_lowest(segments, firsts, states, num_nans, totals, gone, last_key, WRITES_MASK: tl.constexpr,
-                 BLOCK: tl.constexpr,
-                 SCORE: tl.constexpr, ZEROS_GONE: tl.constexpr, DTYPE: tl.constexpr, GRAD: tl.constexpr,
-                 WIDE: tl.constexpr, ALIGNED: tl.constexpr, CONTIGUOUS: tl.constexpr):  # fmt: skip
+                 WEIGHTS_TOO: tl.constexpr, BLOCK: tl.constexpr, SCORE: tl.constexpr, MARKED: tl.constexpr,
+                 DTYPE: tl.constexpr, GRAD: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
+                 CONTIGUOUS: tl.constexpr):  # fmt: skip
     """Write +0.0 where an element goes, or a mask of what stays, if nothing is NaN.
 
     ``totals`` (tensors, 3): pruned, gone before, NaN.
@@ -197,7 +198,7 @@ def write_lowest(segments, firsts, states, num_nans, totals, gone, last_key, WRI
             num_pruned, num_gone = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
             for start in range(0, numel, BLOCK):
                 valid = in_tile(lanes, start, numel, BLOCK, ALIGNED)
-                keys, _ = keys_of(segment, start, lanes, valid, last_key, SCORE, ZEROS_GONE, DTYPE, GRAD, WIDE, ALIGNED,
+                keys, _ = keys_of(segment, start, lanes, valid, last_key, SCORE, MARKED, DTYPE, GRAD, WIDE, ALIGNED,
                                   CONTIGUOUS)  # fmt: skip
                 if CONTIGUOUS:  # ties are compared as int32, with how many places of the tile go
                     num = last + 1 - tl.load(segment + ZEROTH) - flat_index(segment, start, 0, CONTIGUOUS)
@@ -220,6 +221,6 @@ def write_lowest(segments, firsts, states, num_nans, totals, gone, last_key, WRI
             numel, nans = tl.load(segment + NUMEL), tl.zeros([BLOCK], tl.int32)
             for start in range(0, numel, BLOCK):
                 valid = in_tile(lanes, start, numel, BLOCK, ALIGNED)
-                nans += keys_of(segment, start, lanes, valid, last_key, SCORE, ZEROS_GONE, DTYPE, GRAD, WIDE, ALIGNED,
-                                CONTIGUOUS, True)[1].to(tl.int32)  # fmt: skip
+                nans += keys_of(segment, start, lanes, valid, last_key, SCORE, MARKED, DTYPE, GRAD, WIDE, ALIGNED,
+                                CONTIGUOUS, WEIGHTS_TOO)[1].to(tl.int32)  # fmt: skip
             add(totals + tl.load(segment + TENSOR) * 3 + 2, nans)

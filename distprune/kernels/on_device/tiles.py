@@ -11,11 +11,15 @@ import triton.language as tl
 
 MAGNITUDE, GRADIENT, TAYLOR, RANDOM, KEYS = (tl.constexpr(i) for i in range(5))  # |w|, |g|, |w g|, a hash, given keys
 
+# What was pruned before has the lowest key: nothing, zero weights, or where a mask is False. ``LEFT``: where a mask is
+# True is what was not dropped, which has the highest key.
+UNMARKED, ZEROS, MASKED, LEFT = (tl.constexpr(i) for i in range(4))
+
 # Columns of a segment, int64; pointers first. ``OTHER``: the gradient. ``ZEROTH``: the position of flat index 0.
-VALUES, OTHER, OUT, NUMEL, TENSOR, COMPETITION, ZEROTH, FLAT, START, RUN, STRIDE, FIRST, SECOND, OWNED = (
-    tl.constexpr(i) for i in range(14)
+VALUES, OTHER, OUT, MASK, NUMEL, TENSOR, COMPETITION, ZEROTH, FLAT, START, RUN, STRIDE, FIRST, SECOND, OWNED = (
+    tl.constexpr(i) for i in range(15)
 )
-NUM_COLUMNS = tl.constexpr(14)
+NUM_COLUMNS = tl.constexpr(15)
 
 
 @triton.jit
@@ -84,13 +88,13 @@ def hashed(segment, start, lanes, CONTIGUOUS: tl.constexpr):
 
 
 @triton.jit
-def keys_of(segment, start, lanes, valid, last_key, SCORE: tl.constexpr, ZEROS_GONE: tl.constexpr, DTYPE: tl.constexpr,
+def keys_of(segment, start, lanes, valid, last_key, SCORE: tl.constexpr, MARKED: tl.constexpr, DTYPE: tl.constexpr,
             GRAD: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr, CONTIGUOUS: tl.constexpr,
             WEIGHTS_TOO: tl.constexpr = False):  # fmt: skip
     """Return keys, and which are NaN; ``WEIGHTS_TOO``: or of NaN weights.
 
     ``WIDE``: those of float32, in which other dtypes compete.
-    ``ZEROS_GONE``: a zero weight was pruned before, and has the lowest key: 0 of magnitudes, -1 else.
+    What is ``MARKED`` has -1; but of magnitudes a zero has 0 in any case.
     """
     values = load(tl.load(segment + VALUES), start, lanes, valid, DTYPE, ALIGNED)
     if SCORE == KEYS:
@@ -108,8 +112,12 @@ def keys_of(segment, start, lanes, valid, last_key, SCORE: tl.constexpr, ZEROS_G
                 scores = load(tl.load(segment + OTHER), start, lanes, valid, GRAD, ALIGNED).to(tl.float32)
                 keys, infinity = magnitude(values.to(tl.float32) * scores if SCORE == TAYLOR else scores)
                 is_nan |= valid & (keys > infinity)
-            if ZEROS_GONE:
+            if MARKED == ZEROS:
                 keys = tl.where(bits == 0, -1, keys)
+    if (MARKED == MASKED) | (MARKED == LEFT):
+        is_marked = load(tl.load(segment + MASK), start, lanes, valid, tl.int8, ALIGNED) != 0
+        keys = tl.where(is_marked, keys, -1) if MARKED == MASKED else tl.where(is_marked, 0x7FFFFFFF, keys)
+        is_nan &= is_marked == (MARKED == MASKED)
     return keys, is_nan
 
 
