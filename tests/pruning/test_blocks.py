@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import distprune as prune
 from distprune.collectives.alone import Alone
@@ -17,6 +20,7 @@ from distprune.shards.local_shard import LocalShard, Ownership
 from distprune.shards.matrix import Matrix
 from tests.device_path import as_on_a_device
 from tests.worlds import run_threads
+from tests.wrapped import whole
 
 SHAPE = (2, 8, 12)
 RUNS = ((0, 21), (21, 23), (23, 150), (150, 192))  # stretches of 192 weights, within a band and over several
@@ -117,3 +121,39 @@ def test_nan_is_counted() -> None:
     nan = VALUES["ties"].where(torch.arange(192).view(SHAPE) % 90 > 0, torch.nan)
     with pytest.raises(ValueError, match=r"'w' \(3\)"):
         pruned(nan, Geometry.whole(SHAPE), 2, True, "magnitude", group=Alone())
+
+
+def test_copies_do_not_add_up() -> None:
+    """Of columns that cut blocks: each half is held twice."""
+
+    def on_rank(_: int) -> torch.Tensor:
+        mesh = init_device_mesh("cpu", (2, 2))
+        module = nn.Module()
+        weight = distribute_tensor(values, mesh, [Replicate(), Shard(1)], src_data_rank=None)
+        module.register_parameter("weight", nn.Parameter(weight))
+        prune.prune_model(module, pattern=prune.Block(4, 1), include="*")
+        return whole(module.get_parameter("weight"))
+
+    values = torch.ones(4, 12)
+    values[:, 4:8] = 0.7  # the block that both halves hold a part of: twice that would be the most
+    for pruned_values in run_threads(4, on_rank):
+        assert pruned_values[:, 4:8].eq(0).all()
+
+
+@pytest.mark.parametrize("run", [(0, 4096), (32, 4000), (0, 2080)])
+def test_large_blocks_are_summed_as_small_ones(run: tuple[int, int]) -> None:
+    """Their sums are those of float64's bits, less an offset for each element."""
+    values = torch.arange(4096.0).mul(7).remainder(11).add(1).view(64, 64)
+
+    def on_rank(rank: int) -> torch.Tensor:
+        own = ((run,), ((0, run[0]), (run[1], 4096)))[rank]
+        local = torch.cat([values.reshape(-1)[slice(*part)] for part in own])
+        runs = tuple(part for part in own if part[0] < part[1])
+        shard = LocalShard("w", local, Geometry((4096,), (runs,)), Ownership(), original_shape=(64, 64))
+        prune.prune_shards([shard], 0.5, pattern="block:32")
+        return shard.local
+
+    first, second = run_threads(2, on_rank)
+    found = torch.cat([second[: run[0]], first, second[run[0] :]]).view(2, 32, 2, 32)
+    sums = values.view(2, 32, 2, 32).sum((1, 3))
+    assert torch.equal(found.ne(0).any(3).any(1), sums > sums.view(-1).sort().values[1])

@@ -162,6 +162,12 @@ def test_blocks_of_all_parameters_compete_globally() -> None:
         prune.global_unstructured([(large, "weight")], prune.L1Pattern, pattern=NByM(2, 4))
 
 
+def test_large_channels_of_different_sizes_compete() -> None:
+    model = nn.ParameterList([torch.ones(4, 600), torch.full((4, 1200), 0.6)])
+    prune.prune_model(model, pattern=Channels(0.5, 0, "global"), include="*")
+    assert [int(parameter.count_nonzero()) for parameter in model] == [0, 4800]
+
+
 class Turned(nn.Module):
     """Every kind of weight that is not (out, in), all held as matrices of 8 inputs or 24."""
 
