@@ -213,7 +213,7 @@ class WindowGradients:
         def add(words: torch.Tensor) -> None:
             sums: list[torch.Tensor] = []
             for number, of in owned.items():
-                scale = [scales[number]]
+                scale = scales[number]
                 addends = (chunk.double() for _, chunk in flat_chunks(of))
                 some = [
                     on_grid(each.abs_() if self._is_1d(number) else each.square_(), scale).sum() for each in addends

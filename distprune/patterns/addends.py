@@ -89,7 +89,7 @@ class ShardAddends:
             infinite = values.isinf()
             table[NUM_INFINITE] += add_up(infinite * values.sign().to(torch.int64), 0)
             values = values.masked_fill(infinite, 0.0)
-        table[SUM] += add_up(*summable(values, [grid.scales[member]], grid.sizes[member], signed=signed))
+        table[SUM] += add_up(*summable(values, grid.scales[member], grid.sizes[member], signed=signed))
 
     def largest(self) -> torch.Tensor:
         """Return the largest size of what an element adds, float64: NaN if one is."""

@@ -73,6 +73,6 @@ def _sums(shard: LocalShard, cut: Cut, scale: int) -> torch.Tensor:
     local = local.movedim(cut.dim, 0)
     step = max(1, _CHUNK // max(local[:1].numel(), 1))
     for some, values in zip(torch.split(places, step), torch.split(local, step), strict=True) if len(places) else ():
-        squares = on_grid(values.double().square(), [scale])
+        squares = on_grid(values.double().square(), scale)
         sums[some] = squares.reshape(len(some), -1).sum(dim=1).cpu()
     return sums

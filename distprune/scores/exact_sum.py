@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,33 +24,30 @@ def grid_scale(num_addends: int, largest: float) -> int:
     return _SUM_BITS - exponent - max(num_addends, 1).bit_length()
 
 
-def on_grid(addends: torch.Tensor, scales: Sequence[int]) -> torch.Tensor:
-    """Return finite ``addends`` as multiples of 2**-scale (int64, new). ``scales``: of each row, or all.
+def on_grid(addends: torch.Tensor, scale: int) -> torch.Tensor:
+    """Return finite ``addends`` as multiples of 2**-scale (int64, new).
 
     They are of any dtype but 8-bit floats, which torch does not multiply.
     """
-    if max(map(abs, scales)) > _MAX_FACTOR:  # 2**scale alone may be no float64
-        halves = [scale // 2 for scale in scales]
-        addends, scales = addends * _powers(halves, addends), [s - h for s, h in zip(scales, halves, strict=True)]
-    return (addends * _powers(scales, addends)).round_().to(torch.int64)
+    if abs(scale) > _MAX_FACTOR:  # 2**scale alone may be no float64
+        half = scale // 2
+        addends, scale = addends * _power(half, addends), scale - half
+    return (addends * _power(scale, addends)).round_().to(torch.int64)
 
 
-def summable(
-    addends: torch.Tensor, scales: Sequence[int], num_addends: int, *, signed: bool
-) -> tuple[torch.Tensor, int]:
+def summable(addends: torch.Tensor, scale: int, num_addends: int, *, signed: bool) -> tuple[torch.Tensor, int]:
     """Return integers (int64) and an offset: each integer is that of :func:`on_grid` plus the offset; sums wrap.
 
-    ``scales`` are those of :func:`grid_scale` for ``num_addends`` or more; unless ``signed``, no addend is negative.
-    From 2**52 to 2**53 the spacing of float64 is 1: a sum with a constant there is rounded to an integer, half to even
-    as ``round`` does, and its bits count up by 1. That is one pass; :func:`on_grid` takes three.
+    ``scale`` is that of :func:`grid_scale` for ``num_addends`` or more; unless ``signed``, no addend is negative. From
+    2**52 to 2**53 the spacing of float64 is 1: a sum with a constant there is rounded to an integer, half to even as
+    ``round`` does, and its bits count up by 1. That is one pass; :func:`on_grid` takes three.
     """
     num_bits = _SUM_BITS - max(num_addends, 1).bit_length()  # of the largest multiple
-    if num_bits > _MANTISSA_BITS - signed or len({*scales}) > 1 or abs(scales[0]) > _MAX_FACTOR:
-        return on_grid(addends, scales), 0
+    if num_bits > _MANTISSA_BITS - signed or abs(scale) > _MAX_FACTOR:
+        return on_grid(addends, scale), 0
     base = 2.0**_MANTISSA_BITS * (1.5 if signed else 1.0)
-    there = torch.full((1,) * addends.ndim, base, dtype=torch.float64, device=addends.device)
     (offset,) = struct.unpack("<q", struct.pack("<d", base))
-    return torch.add(there, addends, alpha=2.0 ** scales[0]).view(torch.int64), offset
+    return torch.add(_full(base, addends), addends, alpha=2.0**scale).view(torch.int64), offset
 
 
 @dataclass(frozen=True)
@@ -91,9 +87,10 @@ class FloatGrid:
         total.add_((addend.float() * self.scales[kind]).round_().clamp_(-limit, limit))
 
 
-def _powers(exponents: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """Return powers of two, one a row: products with them are float64."""
-    powers = [2.0**exponent for exponent in exponents]
-    if len(powers) == 1:  # nothing is sent to a device
-        return torch.full((1,) * like.ndim, powers[0], dtype=torch.float64, device=like.device)
-    return torch.tensor(powers, dtype=torch.float64, device=like.device)[:, None]
+def _power(exponent: int, like: torch.Tensor) -> torch.Tensor:
+    """Return a power of two: products with it are float64."""
+    return _full(2.0**exponent, like)
+
+
+def _full(number: float, like: torch.Tensor) -> torch.Tensor:
+    return torch.full((1,) * like.ndim, number, dtype=torch.float64, device=like.device)

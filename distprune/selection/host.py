@@ -24,7 +24,7 @@ Prefixes = npt.NDArray[np.uint64]  # by competition
 
 _KEPT_BYTES = 24 << 20  # set aside by all piles of a rank; what does not fit is found again when it is needed
 _FEW = 16  # of fewer elements than a 16th of the bins each is counted by itself
-_JOINED = 1 << 17  # elements: sources of one competition with so many are read together
+_JOINED = 1 << 18  # elements of a pile: sources of half of them and fewer share one
 
 
 class Keyed(Protocol):

@@ -21,6 +21,6 @@ def test_one_pass_rounds_as_three_do(num_addends: int, signed: bool) -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         addends = torch.cat([halves, random, random**9, torch.tensor([largest, -largest, 0.0, -0.0])]).to(dtype)
         addends = addends if signed else addends.abs()
-        integers, offset = summable(addends, [scale], num_addends, signed=signed)
+        integers, offset = summable(addends, scale, num_addends, signed=signed)
         assert (offset != 0) == (num_addends >= (512 if signed else 256))
-        assert torch.equal(integers - offset, on_grid(addends, [scale]))
+        assert torch.equal(integers - offset, on_grid(addends, scale))
