@@ -68,15 +68,18 @@ class LocalUnits:
         )
         return int(first), int(last)
 
-    def cut_between(self, low: int, high: int) -> tuple[IntArray, IntArray]:
+    def cut_between(self, low: int, high: int, device: torch.device) -> tuple[IntArray, slice | torch.Tensor]:
         """Return the elements in cut units of rows ``low`` to ``high``: numbers from that row on, and local offsets."""
         num_in = self.matrix.num_in
         if self.scattered is not None:
             at = slice(*np.searchsorted(self.scattered[0], [low * num_in, high * num_in]).tolist())
-            return self.scattered[0][at] - low * num_in, self.scattered[1][at]
-        rows = np.arange(*np.searchsorted(self.local.rows, [low, high]).tolist())
-        numbers = (self.local.rows[rows, None] - low) * num_in + self.local.columns[self.cut]
-        return numbers.reshape(-1), self.local.offsets(rows, self.cut).reshape(-1)
+            return self.scattered[0][at] - low * num_in, sent(torch.from_numpy(self.scattered[1][at]), device)
+        first, last = np.searchsorted(self.local.rows, [low, high]).tolist()
+        numbers = ((self.local.rows[first:last, None] - low) * num_in + self.local.columns[self.cut]).reshape(-1)
+        if self.local.num_local_out is None and not len(self.whole):
+            return numbers, slice(first * len(self.cut), last * len(self.cut))
+        offsets = self.local.offsets(np.arange(first, last), self.cut).reshape(-1)
+        return numbers, sent(torch.from_numpy(offsets), device)
 
     @property
     def is_dense(self) -> bool:

@@ -78,8 +78,7 @@ class WithinRows(Pattern):
                 return None
 
             def items(low: int, high: int) -> tuple[IntArray, torch.Tensor | None]:
-                numbers, offsets = there.cut_between(low, high)
-                at = sent(torch.from_numpy(offsets), scores.device)
+                numbers, at = there.cut_between(low, high, scores.device)
                 return numbers, rows[member].keys(scores, at, no_counts(scores)) if scores.shard.owned else None
 
             return CutPart(scores.shard.as_matrix().num_rows, there.rows, items)
@@ -112,9 +111,8 @@ class WithinRows(Pattern):
                 else:
                     out[at] = rows[member].keep(keys).view(-1)
             for low, high, bits in answers.get(member, ()):
-                _, offsets = there.cut_between(low, high)
-                stays = np.unpackbits(bits, count=len(offsets)).view(np.bool_)
-                at = sent(torch.from_numpy(offsets), scores.device)
+                numbers, at = there.cut_between(low, high, scores.device)
+                stays = np.unpackbits(bits, count=len(numbers)).view(np.bool_)
                 out[at] = sent(torch.from_numpy(stays), scores.device)
                 rows[member].keys(scores, at, counts)
             counts[0] = len(out) - count_true(out)
@@ -272,8 +270,9 @@ class _UnitRule:
         keys = np.zeros(len(units) * length, np.dtype(f"i{self.order.key_dtype.itemsize}"))
         num_told, places = np.zeros(len(units), np.int64), []
         for unit, (numbers, values) in zip(firsts, told, strict=True):
-            place = np.searchsorted(units, unit)
-            places.append(place * length + numbers % length)
+            are_all = units[-1] - units[0] == len(units) - 1  # as a rule, of rows
+            place = unit - units[0] if are_all else np.searchsorted(units, unit)
+            places.append(numbers + (place - unit) * length)
             if values is not None:
                 keys[places[-1]] = values.view(keys.dtype)[: len(numbers)]
                 num_told += np.bincount(place, minlength=len(units))

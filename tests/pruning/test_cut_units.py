@@ -112,7 +112,8 @@ def test_each_element_of_a_stretch_is_whole_or_cut_once(matrix: Matrix, length: 
         found = [np.arange(numel)[at] for at in units.chunks(torch.device("cpu"))]
         assert sum(map(len, found)) % length == 0
         for row in range(matrix.num_rows):
-            numbers, offsets = units.cut_between(row, row + 1)
+            numbers, at = units.cut_between(row, row + 1, torch.device("cpu"))
+            offsets = torch.arange(numel)[at].numpy()
             rows, columns = matrix.place(start + offsets)
             assert (rows == row).all()
             assert (columns == numbers).all()
