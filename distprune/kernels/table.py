@@ -70,18 +70,16 @@ def pieces_of(
     mask: torch.Tensor | None = None, **fields: Any,
 ) -> list[Piece]:  # fmt: skip
     """Return the elements of a shard, contiguous in memory, as pieces: one, where its runs are equally far apart."""
-    whole = Piece(values.view(-1), other=_flat(other), out=_flat(out), mask=_flat(mask), **fields)
-    return [
-        dataclasses.replace(whole.cut(at), flat=flat, run=run, stride=stride)
-        for at, flat, run, stride in _parts(geometry)
-    ]
+    given: dict[str, Any] = {"other": _flat(other), "out": _flat(out), "mask": _flat(mask), **fields}
+    flat, parts = values.view(-1), _parts(geometry)
+    if len(parts) == 1:
+        return [Piece(flat, flat=parts[0][1], run=parts[0][2], stride=parts[0][3], **given)]
+    return pieces_between(geometry, 0, flat, **given)
 
 
-def pieces_between(
-    geometry: Geometry, begin: int, values: torch.Tensor, out: torch.Tensor | None, **fields: Any
-) -> list[Piece]:
+def pieces_between(geometry: Geometry, begin: int, values: torch.Tensor, **fields: Any) -> list[Piece]:
     """Return ``values``, of the local elements from ``begin`` on, as pieces."""
-    whole, end, found = Piece(values, out=out, **fields), begin + len(values), []
+    whole, end, found = Piece(values, **fields), begin + len(values), []
     for at, flat, run, stride in _parts(geometry):
         low, high = max(at.start, begin), min(at.stop, end)
         if low < high:

@@ -140,7 +140,7 @@ class ElementsOnGpu:
                 at = slice(start, min(start + _CHUNK, geometry.local_numel))
                 out = None if outs is None else outs[i][at]
                 keys = each.keys_at(order, at).to(torch.int32)
-                yield from tables_of(pieces_between(geometry, start, keys, out, **place), _BLOCK)
+                yield from tables_of(pieces_between(geometry, start, keys, out=out, **place), _BLOCK)
 
     def write_masks(self, scores: Sequence[LocalScores], outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Write what stays of ``scores``, and return the counts of each: pruned, gone before, NaN. Local, one wait."""

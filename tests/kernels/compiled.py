@@ -50,7 +50,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
             continue
         kind = {
             "SCORE": scores[score],
-            "ZEROS_GONE": True,
+            "MARKED": 1,
             "DTYPE": tl.int32 if score == "keys" else dtype,
             "GRAD": dtype,
         }
@@ -59,9 +59,19 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
         tile = {**kind, "BLOCK": 1024}
         yield f"sample_keys {name}", select.sample_keys, {**tile, "NUM": 1 << 18}, 4
         for first in (True, False):
-            yield f"count {first} {name}", select.count, {**tile, "BITS": 12, "LOOKS_FOR_NANS": first}, 4
+            yield (
+                f"count {first} {name}",
+                select.count,
+                {**tile, "WEIGHTS_TOO": True, "BITS": 12, "LOOKS_FOR_NANS": first},
+                4,
+            )
         for writes_mask in (True, False)[: 1 + (score != "keys")]:
-            yield f"write_lowest {name}", select.write_lowest, {**tile, "WRITES_MASK": writes_mask}, 4
+            yield (
+                f"write_lowest {name}",
+                select.write_lowest,
+                {**tile, "WEIGHTS_TOO": True, "WRITES_MASK": writes_mask},
+                4,
+            )
         if score not in ("magnitude", "keys"):
             continue
         for n, m in ((2, 4), (4, 8), (8, 16), (3, 5), (16, 32)):
