@@ -50,9 +50,12 @@ class Random(Score):
 
     @override
     def of_units(self, name: str, units: torch.Tensor) -> torch.Tensor:
-        (first, second), found = self.seeds(name), units.to(torch.int32, copy=True)  # all wraps
+        first, second = self.seeds(name)
         if units.dtype is torch.int64:
-            found += (units >> 32).to(torch.int32) * _FACTORS[0]
+            low, high = units.contiguous().view(torch.int32).view(-1, 2).unbind(1)
+            found = low.add(high, alpha=_FACTORS[0])  # all wraps
+        else:
+            found = units.clone()
         mixed: Any = found.numpy() if on_host(found.device) else found
         mixed += first
         _fold(mixed, 16)
