@@ -90,8 +90,8 @@ class Pile:
         self.sources, self._order, self._memory = sources, order, memory
         self.competitions: IntArray = np.array([source.competition for source in sources])
         self._numels = [source.geometry.local_numel for source in sources]
-        self._kept: tuple[IntArray, Array] | None = None  # offsets, and their keys or
-        self._has_positions = False
+        self._kept: tuple[IntArray, Array] | None = None  # offsets, and keys, or
+        self._has_positions = False  # positions
 
     def count(self, digit: Digit, bins: IntArray) -> None:
         """Add the counts of ``digit`` to ``bins`` (competitions, 2**width)."""
