@@ -14,7 +14,7 @@ from distprune.collectives.agree import sum_together
 from distprune.collectives.base import Communicator
 from distprune.kernels.available import kernels, launch
 from distprune.kernels.table import Piece, ScoreName, Table, tables_of
-from distprune.shards.device import sent
+from distprune.shards.device import fetched, sent
 
 _SAMPLES = 1 << 18  # of all competitions, over all ranks: a message of 1 MiB
 _SAMPLES_ALONE = 1 << 12  # of each, at least, where nothing is sent
@@ -138,10 +138,11 @@ class Lowest:
                 for table in make_tables():
                     self._count(table, is_first)
                 if words is not self._histogram:
-                    words.copy_(self._histogram)
+                    words.copy_(fetched([self._histogram])[0])
 
             if may_fail:
-                self._histogram.copy_(sum_together(self._comm, tuple(self._histogram.shape), count))
+                total = sum_together(self._comm, tuple(self._histogram.shape), count)
+                self._histogram.copy_(sent(total, self._histogram.device))
             else:
                 count(self._histogram)
                 if self._comm.size > 1:
@@ -150,8 +151,10 @@ class Lowest:
                 self.num_nans.copy_(self._histogram[:1, -1])
                 self._histogram[:, -1] = 0
             self._narrow(self.states)
-            if may_fail and bool((self.states[:, [1, 3]] == self.states[:, [2, 4]]).all()):
-                break
+            if may_fail:
+                states = fetched([self.states])[0]
+                if bool((states[:, [1, 3]] == states[:, [2, 4]]).all()):
+                    break
 
     def _count(self, table: Table, is_first: bool) -> None:
         num_nans = self._histogram[0, -1:]

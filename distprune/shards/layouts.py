@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from distprune.collectives.roster import Layout
+from distprune.shards.device import on_host, sent
 from distprune.shards.geometry import Geometry, Split, runs_of_splits
 from distprune.shards.local_shard import LocalShard, Ownership, cut
 from distprune.shards.torch_private import StridedShard, private
@@ -119,7 +120,8 @@ def local_part(
         tensor = tensor.to_local()
     if shard is None:
         return tensor.new_empty(0)
-    return cut(tensor.reshape(shard.geometry.global_shape), shard.geometry).to(shard.local.device)
+    part, device = cut(tensor.reshape(shard.geometry.global_shape), shard.geometry), shard.local.device
+    return sent(part, device) if on_host(part.device) else part.to(device)
 
 
 def _layout(tensor: torch.Tensor | None) -> str:
