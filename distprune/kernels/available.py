@@ -15,7 +15,12 @@ _DEVICES = ("cuda",)  # of NVIDIA, and AMD's, which torch calls so
 
 def has_kernels(device: torch.device) -> bool:
     """Return whether kernels run on ``device``: a GPU, where Triton is installed, which torch for GPUs brings."""
-    return device.type in _DEVICES and find_spec("triton") is not None
+    return device.type in _DEVICES and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 @cache

@@ -107,16 +107,21 @@ class Lowest:
     def gone(self) -> int:
         return self._keys.gone
 
-    def sample(self, tables: Iterable[Table]) -> None:
-        """Take this rank's part of the sample, and compile what is launched later: what fails, fails here. Local."""
+    def sample(self, tables: Iterable[Table], *, in_place: bool) -> None:
+        """Take this rank's part of the sample. Local.
+
+        Of several ranks, what is launched later is compiled, ``in_place`` or for masks: what fails, fails here.
+        """
         constants = {"NUM": self._samples.shape[1], **self._constants}
         for table in tables:
             table.run(kernels("select").sample_keys, self._strides, self._samples, self._keys.last, **constants)
-            idle = table.without_segments()
-            for is_first in (True, False):
-                self._count(idle, is_first)
-            self.write(idle, self.num_nans, writes_mask=True)
-        self._narrow(torch.zeros_like(self.states[:1]))
+            if self._comm.size > 1:
+                idle = table.without_segments()
+                for is_first in (True, False):
+                    self._count(idle, is_first)
+                for writes_mask in (True, False)[: 1 + in_place]:
+                    self.write(idle, self.num_nans, writes_mask=writes_mask)
+                self._narrow(torch.zeros_like(self.states[:1]))
 
     def find(self, make_tables: Callable[[], Iterable[Table]], *, may_fail: bool) -> None:
         """Find what is pruned. Every rank must call it, after :meth:`sample`.
@@ -188,7 +193,7 @@ def prune_pieces(
     tables = tables_of(pieces, tuning.block, programs=tuning.programs)
     lowest = Lowest(comm, device, num_lowest, num_positions, keys, tuning)
     totals = torch.zeros((1 + max(piece.tensor for piece in pieces), 3), dtype=torch.int64, device=device)
-    lowest.sample(tables)
+    lowest.sample(tables, in_place=not writes_mask)
     lowest.find(lambda: tables, may_fail=False)
     for table in tables:
         lowest.write(table, totals, writes_mask=writes_mask)

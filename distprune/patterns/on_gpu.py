@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, final
 
 import torch
+from torch.autograd.graph import increment_version
 
 from distprune.collectives.agree import together
 from distprune.kernels.available import has_kernels
@@ -115,7 +116,7 @@ class ElementsOnGpu:
             self._lowest = Lowest(ranked.comm, scores[0].device, *numbers, self._keys)
             self._totals = torch.zeros((len(scores), 3), dtype=torch.int64, device=scores[0].device)
             self._tables = tables_of(self._pieces(scores, None), _BLOCK) if self.reads_weights else []
-            self._lowest.sample(self._tables or self._chunks(scores, None))
+            self._lowest.sample(self._tables or self._chunks(scores, None), in_place=self.reads_weights)
         make = (lambda: self._tables) if self.reads_weights else (lambda: self._chunks(scores, None))
         self._lowest.find(make, may_fail=not self.reads_weights)
 
@@ -155,6 +156,7 @@ class ElementsOnGpu:
         self._totals.zero_()
         for table in self._tables:
             self._lowest.write(table, self._totals, writes_mask=False)
+        increment_version([scores.shard.local for scores in self._ranked.scores])  # no kernel does
 
     def counts(self) -> list[torch.Tensor]:
         """Return the counts of what was written last, and note the thresholds. Local, one wait."""

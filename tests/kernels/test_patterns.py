@@ -87,7 +87,9 @@ def check_elements(score: str, how: dict[str, Any], dtype: torch.dtype | None, k
             module[1].to(torch.bfloat16)  # type: ignore[index]
     with patch("distprune.kernels.available._DEVICES", ()):
         report = prune.prune_model(here, **call)
+    versions = [parameter._version for parameter in there.parameters()]
     other = prune.prune_model(there, **call)
+    assert all(p._version > version for p, version in zip(there.parameters(), versions, strict=True))
     masks = prune.compute_masks(masked, **call)
     assert all(map(torch.equal, zeros(here), zeros(there)))
     assert report.parameters == other.parameters
