@@ -13,7 +13,7 @@ import torch
 from distprune.collectives.agree import sum_together
 from distprune.collectives.base import Communicator
 from distprune.kernels.available import kernels, launch
-from distprune.kernels.table import Piece, ScoreName, Table, tables_of
+from distprune.kernels.table import ScoreName, Table
 from distprune.shards.device import fetched, sent
 
 _SAMPLES = 1 << 18  # of all competitions, over all ranks: a message of 1 MiB
@@ -77,7 +77,7 @@ class Lowest:
         most = (_MESSAGE if comm.size > 1 else _ROOM) // (8 * num)
         self._bits = max(min(tuning.bits, (most - 1).bit_length() - 1), 2)
         alone = min(_SAMPLES_ALONE, _ROOM // (4 * num)) if comm.size == 1 else 1
-        self._num_samples = tuning.num_samples or max(_SAMPLES // num, alone)
+        self._num_samples = tuning.num_samples or max(_SAMPLES // num - 2, alone)
 
         k, numels = np.array(num_lowest, dtype=np.int64), np.array(num_positions, dtype=np.int64)
         # A sample stands for so many positions; between which of the sorted ones does the k-th lie?
@@ -102,10 +102,6 @@ class Lowest:
         self._num_passes = 1 + math.ceil((32 + math.ceil(math.log2(max(*numels.tolist(), 2)))) / (self._bits - 1))
         self._checks = {"WEIGHTS_TOO": keys.checks_weights}
         self._constants = {"BLOCK": tuning.block, "num_warps": tuning.num_warps, **keys.constants}
-
-    @property
-    def gone(self) -> int:
-        return self._keys.gone
 
     def sample(self, tables: Iterable[Table], *, in_place: bool) -> None:
         """Take this rank's part of the sample. Local.
@@ -162,9 +158,9 @@ class Lowest:
                     break
 
     def _count(self, table: Table, is_first: bool) -> None:
-        num_nans = self._histogram[0, -1:]
         constants = {"BITS": self._bits, "LOOKS_FOR_NANS": is_first, **self._constants, **self._checks}
-        table.run(kernels("select").count, self.states, self._histogram, num_nans, self._keys.last, **constants)
+        given = self.states, self._histogram, self._histogram[0, -1:], self._keys.last
+        table.run(kernels("select").count, *given, **constants)
 
     def _narrow(self, states: torch.Tensor) -> None:
         constants = {"BITS": self._bits, "num_warps": 8}
@@ -179,22 +175,3 @@ class Lowest:
         numbers = self._keys.gone, self._keys.last
         constants = {"WRITES_MASK": writes_mask, **self._constants, **self._checks}
         table.run(kernels("select").write_lowest, self.states, self.num_nans, totals, *numbers, **constants)
-
-
-def prune_pieces(
-    comm: Communicator, pieces: Sequence[Piece], num_lowest: Sequence[int], num_positions: Sequence[int], keys: Keys,
-    *, writes_mask: bool = False, tuning: Tuning = Tuning(),
-) -> tuple[torch.Tensor, Lowest]:  # fmt: skip
-    """Prune the ``num_lowest`` of each competition in place, or write masks; return the totals, and what was found.
-
-    Every rank must call it, with at least one piece.
-    """
-    device = pieces[0].values.device
-    tables = tables_of(pieces, tuning.block, programs=tuning.programs)
-    lowest = Lowest(comm, device, num_lowest, num_positions, keys, tuning)
-    totals = torch.zeros((1 + max(piece.tensor for piece in pieces), 3), dtype=torch.int64, device=device)
-    lowest.sample(tables, in_place=not writes_mask)
-    lowest.find(lambda: tables, may_fail=False)
-    for table in tables:
-        lowest.write(table, totals, writes_mask=writes_mask)
-    return totals, lowest

@@ -131,7 +131,6 @@ class Table:
     num_columns: int  # of all segments
     grid: tuple[int]
     constants: dict[str, Any]
-    itemsize: int
     sent: torch.Tensor = field(init=False)
 
     def without_segments(self) -> Table:
@@ -161,11 +160,8 @@ def tables_of(pieces: Sequence[Piece], block: int, *, row: int = 1, programs: in
             by_kind.setdefault(kind, []).append(columns)
     if not by_kind:
         return []
-    device = pieces[0].values.device
-    made = [
-        _table(kind, rows, max(block, row) // row * row, programs or num_programs(device))
-        for kind, rows in by_kind.items()
-    ]
+    device, block = pieces[0].values.device, max(block, row) // row * row
+    made = [_table(kind, rows, block, programs or num_programs(device)) for kind, rows in by_kind.items()]
     words = np.concatenate([table.words for table in made])
     there = sent(torch.tensor(words, dtype=torch.int64, device="cpu"), device)
     for table, part in zip(made, torch.split(there, [len(table.words) for table in made]), strict=True):
@@ -200,4 +196,4 @@ def _table(kind: tuple[Any, ...], columns: Sequence[tuple[int, ...]], block: int
     constants = {"DTYPE": getattr(language, _NAMES[dtype]), "GRAD": getattr(language, _NAMES[other or dtype])}
     constants |= {"ALIGNED": is_aligned and block % 16 == 0, "CONTIGUOUS": is_contiguous}
     words = np.concatenate([table.reshape(-1), np.searchsorted(cuts, by_program)])
-    return Table(words, table.size, (programs,), constants, dtype.itemsize)
+    return Table(words, table.size, (programs,), constants)

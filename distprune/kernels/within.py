@@ -23,8 +23,8 @@ def keep_groups(
     ``totals`` (tensors, 3), int64: pruned, gone before, NaN.
     """
     groups = max((lanes if m <= 16 else lanes // 2) >> (m - 1).bit_length(), 1)
+    constants = {"N": n, "M": m, "GROUPS": groups, **keys.constants}
     for table in tables_of(pieces, groups * m):
-        constants = {"N": n, "M": m, "GROUPS": groups, **keys.constants}
         table.run(kernels("rows").keep_n_of_m, totals, keys.gone, keys.last, **constants)
 
 
@@ -35,7 +35,8 @@ def keep_rows(
     width = min(1 << (num_in - 1).bit_length(), widest)
     for table in tables_of(pieces, num_in, row=num_in):
         table.constants["ALIGNED"] &= num_in % 16 == 0
-        num_bits = 15 if keys.score == "magnitude" and not keys.wide and table.itemsize == 2 else 31
+        is_short = table.constants["DTYPE"].primitive_bitwidth == 16 and keys.score == "magnitude" and not keys.wide
+        num_bits = 15 if is_short else 31
         constants = {"IS_ONE": num_in <= width, "WIDTH": width, "BITS": num_bits, **keys.constants}
         constants["num_warps"] = min(max(width // 256, 1), 16)
         table.run(kernels("rows").keep_in_rows, totals, keys.gone, keys.last, num_in, num_lowest, **constants)

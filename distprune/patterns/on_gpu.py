@@ -108,11 +108,9 @@ class ElementsOnGpu:
         numbers = [each.num_lowest for each in competitions], [each.num_positions for each in competitions]
         with together(ranked.comm):
             scores = ranked.scores
-            self._keys = keys_of_weights(ranked, scores, [self._order(each) for each in scores])
-            self.reads_weights = self._keys is not None
-            if self._keys is None:
-                order = competitions[0].order
-                self._keys = Keys("keys", order.gone, order.last if order.has_nans else _MOST)
+            read = keys_of_weights(ranked, scores, [self._order(each) for each in scores])
+            self.reads_weights, order = read is not None, competitions[0].order
+            self._keys = read or Keys("keys", order.gone, order.last if order.has_nans else _MOST)
             self._lowest = Lowest(ranked.comm, scores[0].device, *numbers, self._keys)
             self._totals = torch.zeros((len(scores), 3), dtype=torch.int64, device=scores[0].device)
             self._tables = tables_of(self._pieces(scores, None), _BLOCK) if self.reads_weights else []
@@ -163,7 +161,7 @@ class ElementsOnGpu:
         totals, states = fetched([self._totals, self._lowest.states])
         thresholds: list[float | int | None] = []
         for competition, (_, _, key, *_) in zip(self._competitions, states.tolist(), strict=True):
-            is_new = competition.num_lowest > 0 and key != self._lowest.gone
+            is_new = competition.num_lowest > 0 and key != self._keys.gone
             thresholds.append(competition.order.values([key])[0] if is_new else None)
         self.thresholds[:] = self._competing.by_member(thresholds)
         return [*totals.unbind()]

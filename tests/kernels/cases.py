@@ -7,12 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from distprune.kernels.lowest import Keys, Mark
-from distprune.kernels.table import ScoreName
+from distprune.collectives.base import Communicator
+from distprune.kernels.lowest import Keys, Lowest, Mark, Tuning
+from distprune.kernels.table import Piece, ScoreName, tables_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 INFINITY = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
+
+
+DEFAULT = Tuning()
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -69,3 +73,22 @@ def lowest(scores: torch.Tensor, gone: torch.Tensor, competitions: object, k: Se
 
 def zeroed(weights: torch.Tensor, goes: torch.Tensor) -> torch.Tensor:
     return torch.where(goes.view_as(weights), torch.zeros((), dtype=weights.dtype), weights)
+
+
+def prune_pieces(
+    comm: Communicator, pieces: Sequence[Piece], num_lowest: Sequence[int], num_positions: Sequence[int], keys: Keys,
+    *, writes_mask: bool = False, tuning: Tuning = DEFAULT,
+) -> tuple[torch.Tensor, Lowest]:  # fmt: skip
+    """Prune the ``num_lowest`` of each competition in place, or write masks; return the totals, and what was found.
+
+    Every rank must call it, with at least one piece.
+    """
+    device = pieces[0].values.device
+    tables = tables_of(pieces, tuning.block, programs=tuning.programs)
+    lowest = Lowest(comm, device, num_lowest, num_positions, keys, tuning)
+    totals = torch.zeros((1 + max(piece.tensor for piece in pieces), 3), dtype=torch.int64, device=device)
+    lowest.sample(tables, in_place=not writes_mask)
+    lowest.find(lambda: tables, may_fail=False)
+    for table in tables:
+        lowest.write(table, totals, writes_mask=writes_mask)
+    return totals, lowest

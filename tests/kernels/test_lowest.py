@@ -11,10 +11,10 @@ import torch
 from tests.kernels import interpreted  # noqa: F401  # first
 
 from distprune.collectives.alone import Alone  # isort: skip
-from distprune.kernels.lowest import Keys, Mark, Tuning, prune_pieces  # isort: skip
+from distprune.kernels.lowest import Keys, Mark, Tuning  # isort: skip
 from distprune.kernels.table import Piece, ScoreName, pieces_of  # isort: skip
 from distprune.shards.geometry import Geometry  # isort: skip
-from tests.kernels.cases import DTYPES, awkward, bits, hashed, keys_for, lowest, zeroed  # isort: skip
+from tests.kernels.cases import DTYPES, awkward, bits, hashed, keys_for, lowest, zeroed, prune_pieces  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # inf * 0, in numpy
 
