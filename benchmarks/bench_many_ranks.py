@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import distprune as prune
 from benchmarks.measure import heading, on_ranks, show, table
-from distprune.collectives.alone import Alone
+from distprune.collectives.communicator import Alone
 from tests.fake_ranks import PRUNING, Call
 
 TP = 16

@@ -59,12 +59,10 @@ from distprune.pruning.torch_api.methods import (
     RandomUnstructured,
 )
 from distprune.removal.shrink_model import Shrunk, shrink_model
+from distprune.scores.as_score import Gradient, Magnitude, Movement, Taylor, Wanda
 from distprune.scores.base import Score
 from distprune.scores.channel_norm import ChannelNorm
-from distprune.scores.gradient import Gradient, Movement, Taylor
-from distprune.scores.magnitude import Magnitude
 from distprune.scores.random import Random
-from distprune.scores.wanda import Wanda
 from distprune.shards.geometry import Geometry
 from distprune.shards.local_shard import LocalShard, Ownership
 from distprune.training.hold import Hold, hold_zeros

@@ -8,7 +8,7 @@ from typing import Any
 
 from distprune.checkpoint.new_file import check_file, writing_file
 from distprune.checkpoint.optional_packages import import_extra
-from distprune.collectives.alone import Alone
+from distprune.collectives.communicator import Alone
 
 _DOTS_PER_INCH = 150
 

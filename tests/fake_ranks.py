@@ -32,7 +32,7 @@ from distprune.oneshot.rows import Rows, whole_rows
 from distprune.oneshot.scored import Scored
 from distprune.oneshot.solver import Pruning, Solved, Solver
 from distprune.patterns.base import Pattern
-from distprune.scores.wanda import Wanda
+from distprune.scores.as_score import Wanda
 from distprune.training.regrowth import GrowBy
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import distprune as prune
 from distprune.patterns.as_pattern import as_pattern
-from distprune.shards.flat_param import find_flat_parts
+from distprune.shards.layouts import find_flat_parts
 from tests.contract import COLUMNS, ROWS, SEED, Below, OwnScore
 from tests.sampling import only_whole
 from tests.worlds import ProcessPool

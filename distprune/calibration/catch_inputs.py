@@ -11,7 +11,7 @@ from torch import nn
 from distprune.calibration.root_parameters import RootParameters
 from distprune.calibration.stand_in import standing_in
 from distprune.calibration.walk import Call, Walk, check_plain, hidden_of, with_hidden
-from distprune.collectives.alone import Alone
+from distprune.collectives.communicator import Alone
 from distprune.collectives.guarded import Guarded
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.evaluating import keeping_weights

@@ -13,9 +13,8 @@ import torch
 from distprune.calibration.addends import find_addends, keeping_outputs
 from distprune.calibration.listening import first_layers, listening
 from distprune.calibration.walk import Walk
-from distprune.collectives.agree import max_together
+from distprune.collectives.agree import max_together, told_by_all
 from distprune.collectives.base import Communicator
-from distprune.collectives.told_by_all import told_by_all
 from distprune.models.linear_layers import LinearLayer
 
 

@@ -24,13 +24,13 @@ from distprune.calibration.token_ids import TokenIds
 from distprune.collectives.agree import agree, check_facts, same_everywhere, sum_together, together
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Group, communicator
+from distprune.models.decoder_blocks import num_bytes, text_config
 from distprune.models.evaluating import evaluating, keeping_weights
 from distprune.models.find_shards import bare_model, check_model
 from distprune.models.runnable import check_runs_on_tokens
-from distprune.models.sizes import num_bytes, text_config
-from distprune.shards.flat_param import find_flat_parts
 from distprune.shards.fsdp2_forward import kept_gathered, reset_forward, take_roots
 from distprune.shards.in_step import in_step
+from distprune.shards.layouts import find_flat_parts
 
 CACHE_MEMORY = 4 << 30  # bytes of keys and values at a time, on one rank
 TOP_K = 1000

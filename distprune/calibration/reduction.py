@@ -20,8 +20,7 @@ from distprune.calibration.triangle import pack_triangle, triangle_shape, unpack
 from distprune.collectives.agree import max_together, sum_together, together
 from distprune.collectives.base import Communicator
 from distprune.models.linear_layers import LinearLayer
-from distprune.shards.device import are_finite, batches, fetched
-from distprune.shards.own_settings import own_settings
+from distprune.shards.device import are_finite, batches, fetched, own_settings
 
 MESSAGE = 1 << 23  # float64 numbers that are packed at a time: 64 MiB
 _IN_DENSE, _ANYWHERE = 1, 2  # where something is NaN or infinite: in the dense stream alone, or in the pruned one

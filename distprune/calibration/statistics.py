@@ -41,11 +41,10 @@ from distprune.calibration.shared_inputs import shared_inputs
 from distprune.calibration.sums import SHIFT, InputSums
 from distprune.calibration.targets import Beside, DenseSample, Targets
 from distprune.calibration.walk import Walk
-from distprune.collectives.alone import Alone
 from distprune.collectives.base import Communicator, as_told
+from distprune.collectives.communicator import Alone
 from distprune.models.linear_layers import LinearLayer
-from distprune.shards.device import are_finite
-from distprune.shards.own_settings import own_settings
+from distprune.shards.device import are_finite, own_settings
 
 FindOwners = Callable[[tuple[tuple[int, int], ...], int], Sequence[OwnerRank]]  # as find_owners
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from distprune.models.sizes import text_config
+from distprune.models.decoder_blocks import text_config
 
 _BITS = 53  # of a float64
 

@@ -31,11 +31,10 @@ from distprune.collectives.base import Communicator, as_told, cannot_meet
 from distprune.collectives.tensors import placed_like
 from distprune.models.evaluating import needing_gradients
 from distprune.scores.exact_sum import FloatGrid, grid_scale, on_grid
-from distprune.shards.device import fetched, row_chunks
+from distprune.shards.device import fetched, own_settings, plain_attention, row_chunks
 from distprune.shards.geometry import Geometry
 from distprune.shards.layouts import local_of, local_shard
 from distprune.shards.local_shard import cut, flat_chunks
-from distprune.shards.own_settings import own_settings, plain_attention
 
 Run = Callable[[int], torch.Tensor]
 _ROOM = 8.0  # for larger gradients than there were before

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from distprune.shards.own_settings import own_settings
+from distprune.shards.device import own_settings
 
 
 def compute_buffers(model: Any) -> None:

@@ -13,7 +13,7 @@ from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry
 from distprune.checkpoint.naming import Regions, check_tensors, model_regions
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.pretrained import check_config, one_line_errors
-from distprune.shards.own_settings import own_settings
+from distprune.shards.device import own_settings
 
 # transformers builds under a default dtype of the whole process: two threads at once would keep each other's.
 _building = threading.Lock()

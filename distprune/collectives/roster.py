@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 
+from distprune.collectives.agree import each_different
 from distprune.collectives.base import Communicator
-from distprune.collectives.told_by_all import each_different
 
 
 @dataclass(frozen=True)

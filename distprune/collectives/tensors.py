@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from distprune.collectives.base import Communicator, communicating
-from distprune.collectives.process_group import staging_device
+from distprune.collectives.communicator import staging_device
 
 _PIECE_BYTES = 64 << 20  # of a tensor that is broadcast, staged at a time
 

@@ -10,9 +10,8 @@ from torch import nn
 
 from distprune.calibration.available import available_bytes
 from distprune.calibration.own_words import writing_bytes
-from distprune.collectives.agree import max_together, together
+from distprune.collectives.agree import max_together, together, told_by_all
 from distprune.collectives.base import Communicator
-from distprune.collectives.told_by_all import told_by_all
 from distprune.jobs.run import Run
 from distprune.oneshot.memory_plan import MemoryPlan, fitted
 from distprune.oneshot.room import SURE, gibibytes, largest_parts, ways_out

@@ -28,8 +28,7 @@ from distprune.checkpoint.pretrained import load_tokenizer
 from distprune.checkpoint.replaceable import check_output
 from distprune.checkpoint.shared_reading import open_together, sample_together
 from distprune.collectives.agree import agree, together
-from distprune.collectives.alone import Alone
-from distprune.collectives.communicator import communicator
+from distprune.collectives.communicator import Alone, communicator
 from distprune.evaluation import perplexities, tokenize_file
 from distprune.jobs.journal import JOURNAL_NAME
 from distprune.jobs.leftovers import tidy

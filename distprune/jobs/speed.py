@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.collectives.slow import work_together
 from distprune.jobs.run import Run, clock
-from distprune.models.sizes import text_config
+from distprune.models.decoder_blocks import text_config
 
 _LENGTH = 512  # tokens of a forward
 _PROMPT, _GENERATED = 32, 64  # tokens

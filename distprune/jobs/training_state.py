@@ -22,7 +22,7 @@ from distprune.checkpoint.digest import file_digest
 from distprune.checkpoint.output_lock import remove_files
 from distprune.collectives.agree import together
 from distprune.collectives.base import Communicator
-from distprune.collectives.process_group import ProcessGroup
+from distprune.collectives.communicator import ProcessGroup
 
 _FILE_BYTES = 1 << 30  # of all ranks together: a rank has its part of a file in memory twice
 

@@ -105,3 +105,15 @@ def _kind(model: nn.Module, name: str) -> str | None:
         if config is not None:
             return getattr(config, "model_type", None)
     return None
+
+
+def text_config(model: nn.Module) -> Any:
+    """Return the configuration of what reads and writes text in ``model``, ``None`` without any. Local."""
+    config: Any = getattr(model, "config", None)
+    find = getattr(config, "get_text_config", None)
+    return config if find is None else find(decoder=True)
+
+
+def num_bytes(module: nn.Module) -> int:
+    """Return the size of all parameters of ``module``: the whole ones, where they are sharded. Local."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())

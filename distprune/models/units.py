@@ -23,8 +23,7 @@ import torch
 from torch import nn
 
 from distprune.models.decoder_blocks import decoder_blocks
-from distprune.models.linear_layers import LinearLayer, find_routers, linear_layers
-from distprune.models.weights import expert_weights
+from distprune.models.linear_layers import LinearLayer, expert_weights, find_routers, linear_layers
 
 UnitKind = Literal["mlp", "heads", "kv_groups", "experts"]
 UNIT_KINDS: tuple[UnitKind, ...] = ("mlp", "heads", "kv_groups", "experts")

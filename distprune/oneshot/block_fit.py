@@ -28,10 +28,9 @@ from distprune.calibration.window_gradients import WindowGradients
 from distprune.collectives.agree import together
 from distprune.collectives.base import Communicator
 from distprune.oneshot.block_layers import num_places
-from distprune.shards.device import on_host, row_chunks
+from distprune.shards.device import on_host, own_settings, row_chunks
 from distprune.shards.layouts import local_shard
 from distprune.shards.local_shard import LocalShard
-from distprune.shards.own_settings import own_settings
 
 _LEAST_BATCH, _MOST_BATCHES = 4, 32  # windows; of all windows
 NUM_EPOCHS = 2  # passes over all of them

@@ -26,9 +26,8 @@ from distprune.models.linear_layers import LinearLayer
 from distprune.oneshot.channels import MovableChannels
 from distprune.oneshot.rows import Rows, whole_rows
 from distprune.patterns.n_by_m import NByM
-from distprune.shards.device import chunk_size, on_host, row_chunks, sent
+from distprune.shards.device import chunk_size, on_host, own_settings, row_chunks, sent
 from distprune.shards.layouts import local_shard
-from distprune.shards.own_settings import own_settings
 from distprune.shards.select import KeptIndices, select
 
 _NUM_TURNS, _NUM_SWEEPS = 6, 3  # turns of a place; of all pairs of groups within a turn

@@ -28,8 +28,8 @@ import torch
 from distprune.calibration.moments import Moments
 from distprune.calibration.triangle import pack_triangle, triangle_shape, unpack_triangle
 from distprune.collectives.agree import agree, together
-from distprune.collectives.alone import Alone
 from distprune.collectives.base import Communicator, as_told
+from distprune.collectives.communicator import Alone
 from distprune.collectives.roster import Member, roster_of_one
 from distprune.collectives.tensors import broadcast_tensor
 from distprune.oneshot.gram import sum_gram
@@ -40,8 +40,7 @@ from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Solved, Solver, Stage
 from distprune.patterns.base import Pattern, Ranked
 from distprune.scores.base import LocalScores
-from distprune.shards.device import are_finite
-from distprune.shards.own_settings import own_settings
+from distprune.shards.device import are_finite, own_settings
 
 Clock = Callable[[str], AbstractContextManager[None]]
 

@@ -8,9 +8,8 @@ from typing import Any
 from torch import nn
 
 from distprune.calibration.order import kind_of
-from distprune.models.decoder_blocks import decoder_blocks
+from distprune.models.decoder_blocks import decoder_blocks, num_bytes, text_config
 from distprune.models.linear_layers import LinearLayer, linear_layers
-from distprune.models.sizes import num_bytes, text_config
 from distprune.oneshot.channels import MovableChannels, find_channels
 from distprune.oneshot.walk_costs import BlockShape, ChannelShape, InputShape, ModelShape
 

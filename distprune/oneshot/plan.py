@@ -27,13 +27,11 @@ from distprune.patterns.as_pattern import as_pattern
 from distprune.patterns.base import Pattern, own_share
 from distprune.patterns.n_by_m import NByM
 from distprune.pruning.agreement import check_seed, with_seed
+from distprune.scores.as_score import Magnitude, Wanda
 from distprune.scores.base import Score
-from distprune.scores.magnitude import Magnitude
 from distprune.scores.random import Random
-from distprune.scores.wanda import Wanda
-from distprune.shards.flat_param import find_flat_parts
 from distprune.shards.fsdp2_forward import reset_forward
-from distprune.shards.layouts import local_shard
+from distprune.shards.layouts import find_flat_parts, local_shard
 from distprune.shards.local_shard import LocalShard
 
 OneShotMethod = Literal["admm", "sparsegpt", "wanda", "magnitude", "random"]

@@ -18,8 +18,8 @@ from distprune.calibration.moments import Moments, MomentsOf
 from distprune.calibration.triangle import pack_triangle, unpack_triangle
 from distprune.oneshot.rows import Rows
 from distprune.patterns.base import Pattern
+from distprune.scores.as_score import Magnitude
 from distprune.scores.base import Elements, LocalScores, Score
-from distprune.scores.magnitude import Magnitude
 from distprune.shards.device import on_host
 
 Prepared = TypeVar("Prepared")

@@ -27,10 +27,9 @@ from distprune.collectives.roster import Roster
 from distprune.kernels.available import has_kernels
 from distprune.scores.base import LocalScores, Score
 from distprune.selection.order import Order, common_order
-from distprune.shards.device import fetched, on_host
+from distprune.shards.device import fetched, on_host, own_settings
 from distprune.shards.local_shard import no_values
 from distprune.shards.matrix import Matrix
-from distprune.shards.own_settings import own_settings
 
 Scope = Literal["global", "tensor"]
 Shares = int | float | Mapping[str, int | float]  # of all, or of each parameter by name

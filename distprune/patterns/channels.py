@@ -14,8 +14,8 @@ import torch
 from typing_extensions import override
 
 from distprune.collectives.agree import max_together, sum_together, together
-from distprune.collectives.alone import Alone
 from distprune.collectives.base import Communicator
+from distprune.collectives.communicator import Alone
 from distprune.patterns.addends import (
     NUM_GONE,
     NUM_INFINITE,

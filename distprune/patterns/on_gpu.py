@@ -14,7 +14,7 @@ from distprune.kernels.lowest import Keys, Lowest, Mark
 from distprune.kernels.table import Piece, Table, pieces_between, pieces_of, tables_of
 from distprune.kernels.within import keep_groups, keep_rows
 from distprune.patterns.base import Ranked
-from distprune.patterns.competing import Competing
+from distprune.patterns.census import Competing
 from distprune.scores.base import LocalScores
 from distprune.selection.order import Order
 from distprune.selection.radix import Competition

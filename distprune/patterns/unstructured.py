@@ -9,8 +9,7 @@ from typing import final
 from typing_extensions import override
 
 from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares, check_share
-from distprune.patterns.census import take_census
-from distprune.patterns.competing import Competing
+from distprune.patterns.census import Competing, take_census
 from distprune.patterns.on_gpu import ElementsOnGpu, runs_on_gpu
 from distprune.patterns.within_rows import PerRow
 from distprune.scores.base import LocalScores

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from distprune.collectives.agree import check_facts, same_everywhere, sum_together
 from distprune.collectives.base import Communicator
@@ -16,9 +18,16 @@ from distprune.collectives.roster import Member, Roster, roster_of_all, roster_o
 from distprune.hints import near_names
 from distprune.kernels.available import has_kernels
 from distprune.models.find_shards import Found, NamePattern, find_shards
-from distprune.scores.base import Score
-from distprune.scores.magnitude import Magnitude
+from distprune.models.linear_layers import matrix_of_weight
+from distprune.patterns.base import Choice, InPlace, Pattern, Ranked
+from distprune.scores.as_score import Magnitude
+from distprune.scores.base import Evidence, Score, count_unread_nans
+from distprune.selection.radix import raise_nans
+from distprune.shards.checksum import checksum
+from distprune.shards.device import fetched
+from distprune.shards.layouts import is_laid_out_like, local_of, local_part
 from distprune.shards.local_shard import LocalShard
+from distprune.shards.parameter_range import gradients_of
 
 Facts = Mapping[str, object]
 T = TypeVar("T")
@@ -175,3 +184,172 @@ def check_seed(seed: int | None) -> None:
     """
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise TypeError(f"seed must be an int or None, not {seed!r}")
+
+
+def fitted(pattern: Pattern, shard: LocalShard, name: str) -> LocalShard:
+    """Return the shard with its matrix, if ``pattern`` needs it.
+
+    Of rows spread by hand, dim 0 is the rows unless the shard has a matrix.
+
+    Raises:
+        ValueError: the parameter, called ``name``, has fewer than two dims, its matrix another size, or the pattern's
+            groups, blocks or channels do not fit it.
+        NotImplementedError: which of its dims are the inputs is not known.
+    """
+    pattern.check_shape(shard.shape)
+    if not pattern.needs_matrix:
+        return shard
+    matrix = shard.matrix
+    if matrix is None and shard.module is None and len(shard.shape) > 1:
+        matrix = shard.as_matrix()
+    elif matrix is None:
+        matrix = matrix_of_weight(shard.module or nn.Module(), shard.attribute, shard.shape, name)
+    if matrix.num_rows * matrix.num_in != shard.geometry.global_numel:
+        raise ValueError(f"{name!r} of shape {shard.shape} has not as many elements as its {matrix}")
+    pattern.check_fits(name, matrix)
+    return shard.having(matrix=matrix)
+
+
+GivenEvidence = Mapping[str, Mapping[str, torch.Tensor]]  # by evidence, then by parameter
+
+
+def given_by_name(evidence: GivenEvidence, found: Found) -> dict[str, dict[str, torch.Tensor]]:
+    """Return ``evidence`` by the parameter's name here, or by its key if there is none. Local.
+
+    Raises:
+        ValueError: two keys name one parameter.
+        TypeError: it is no mapping to tensors.
+    """
+    given: dict[str, dict[str, torch.Tensor]] = {}
+    for part in (evidence, *(evidence.values() if isinstance(evidence, Mapping) else ())):
+        if not isinstance(part, Mapping):
+            raise TypeError(
+                f"evidence takes {{'gradient': {{name: tensor}}}}, not a {type(part).__name__} in its place"
+            )
+    for kind, of_parameters in evidence.items():
+        for key, tensor in of_parameters.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"evidence {kind!r} of {key!r} is a {type(tensor).__name__}, not a tensor")
+            name = found.name_of(key) or key
+            if name in given.setdefault(kind, {}):
+                raise ValueError(f"evidence {kind!r} names {name!r} twice")
+            given[kind][name] = tensor
+    return given
+
+
+def check_names(given: GivenEvidence, agreed: Agreed) -> None:
+    """Check that evidence is of parameters of the model. Stages of a pipeline may have that of others. Local.
+
+    Raises:
+        ValueError: a key names none.
+    """
+    known = {*agreed.found.names.values(), *agreed.roster.index()}
+    for kind, of_parameters in given.items():
+        for name in of_parameters:
+            if name not in known and agreed.num_parameters is not None:
+                near = near_names(name, [*agreed.found.names])
+                raise ValueError(f"evidence {kind!r} names {name!r}, which is no parameter of the model; {near}")
+
+
+def checksums(given: GivenEvidence, shards: Sequence[LocalShard]) -> dict[str, int]:
+    """Return a checksum of what was given whole, of each shard that is a part. Local: one wait for a device."""
+    wholes: dict[str, list[torch.Tensor]] = {}
+    for shard, of_name in itertools.product(shards, given.values()):
+        if (tensor := of_name.get(shard.name)) is None:
+            continue
+        is_sharded = isinstance(shard.tensor, DTensor) or shard.original_shape is not None  # FSDP1
+        if is_sharded and not (isinstance(shard.tensor, DTensor) and is_laid_out_like(tensor, shard.tensor)):
+            wholes.setdefault(shard.name, []).append(local_of(tensor.detach()))
+    sums = fetched([checksum(tensors) for tensors in wholes.values()])
+    return dict(zip(wholes, map(int, sums), strict=True))
+
+
+def local_evidence(
+    given: GivenEvidence,
+    local: Mapping[str, Evidence],
+    shards: Sequence[LocalShard],
+    needs: Sequence[str],
+    model: nn.Module | None,
+) -> dict[str, Evidence]:
+    """Return the local part of the evidence by shard: ``local``, what was ``given``, else gradients of ``model``."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for shard in shards:
+        parts = found[shard.name] = dict(local.get(shard.name, {}))
+        for name, of_name in given.items():
+            if shard.name in of_name:
+                what = f"evidence {name!r} of {shard.name!r}"
+                parts[name] = local_part(of_name[shard.name], shard.tensor, shard, what)
+    if "gradient" in needs and "gradient" not in given and model is not None:
+        for shard, gradient in zip(shards, gradients_there(model, shards), strict=True):
+            found[shard.name]["gradient"] = gradient
+    return {**found}
+
+
+def gradients_there(model: nn.Module, shards: Sequence[LocalShard]) -> list[torch.Tensor]:
+    """Return the gradients that the parameters of ``model`` have, by shard, of local shape. Local.
+
+    Raises:
+        ValueError: a parameter has none that is reduced over the ranks.
+    """
+    gradients = []
+    for shard, gradient in zip(shards, gradients_of(shards, model.parameters()), strict=True):
+        if gradient is None:
+            raise ValueError(
+                f"{shard.name!r} has no gradient that is reduced over the ranks; call backward() first, not under "
+                "no_sync(), and before zero_grad(), or give evidence"
+            )
+        gradients.append(gradient)
+    return gradients
+
+
+def choose_masks(
+    ranked: Ranked, choice: Choice, then: Callable[[Sequence[torch.Tensor]], object] = len
+) -> tuple[list[torch.Tensor], list[list[int]]]:
+    """Return the mask of each of this rank's shards; and of every member, over all ranks, how many elements are pruned,
+    and how many of these were before.
+
+    ``then`` is local. It is given the masks, and what it raises on one rank is raised on all. Every rank must call it:
+    one round of 16 bytes a parameter.
+
+    Raises:
+        ValueError: on every rank: scores are NaN, or weights that they do not read, unless shares are of what is left.
+    """
+    masks: list[torch.Tensor] = []
+
+    def choose() -> list[tuple[int, int, int]]:
+        chosen = choice.masks(ranked.scores)
+        unread_nans = [0] * len(chosen) if ranked.of_left else count_unread_nans(ranked.scores)
+        masks.extend(part.mask for part in chosen)
+        then(masks)
+        rows = zip(chosen, unread_nans, strict=True)
+        return [(part.num_pruned, part.num_gone, part.num_nans + num_unread) for part, num_unread in rows]
+
+    return masks, _counted(ranked, choose)
+
+
+def zero_chosen(ranked: Ranked, in_place: InPlace) -> list[list[int]]:
+    """Write zeros into the weights, and return the counts of :func:`choose_masks`: every rank must call it, one round.
+
+    Raises:
+        ValueError: on every rank, nothing changed: scores or weights are NaN.
+    """
+    in_place.zero()
+    return _counted(ranked, lambda: torch.stack([*in_place.counts()]).tolist())
+
+
+def _counted(ranked: Ranked, count: Callable[[], Iterable[Sequence[int]]]) -> list[list[int]]:
+    """Return of every member what ``count`` says of this rank's shards: pruned, gone before, and, to raise, NaN."""
+    num_nans: dict[str, int] = {}
+
+    def fill(words: torch.Tensor) -> None:
+        totals = words[1:].view(-1, 2).numpy()
+        for scores, (*numbers, num) in zip(ranked.scores, count(), strict=True):
+            if scores.shard.owned:
+                totals[ranked.index[scores.shard.name]], num_nans[scores.shard.name] = numbers, num
+        words[0] = sum(num_nans.values())
+
+    words = sum_together(ranked.comm, (1 + 2 * len(ranked.numels),), fill)
+    if words[0]:
+        raise_nans(ranked.comm, num_nans)
+    numbers: list[list[int]] = words[1:].view(-1, 2).tolist()
+    return numbers

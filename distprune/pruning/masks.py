@@ -18,9 +18,8 @@ from typing_extensions import override
 from distprune.checkpoint.hf_directory import read_weight_file
 from distprune.checkpoint.one_file import fill_from_file, write_together
 from distprune.collectives.agree import max_together, sum_together, together
-from distprune.collectives.alone import Alone
 from distprune.collectives.base import Communicator
-from distprune.collectives.communicator import Group, communicator
+from distprune.collectives.communicator import Alone, Group, communicator
 from distprune.collectives.roster import Roster
 from distprune.formatting import one_line, share
 from distprune.masks.in_place import zero_where_pruned
@@ -29,10 +28,10 @@ from distprune.patterns.census import check_parts
 from distprune.pruning.agreement import agree_on_model
 from distprune.pruning.present import present, values_now
 from distprune.pruning.torch_api.functions import put_masks
+from distprune.shards.device import own_settings
 from distprune.shards.fsdp2 import Fsdp2Params
 from distprune.shards.layouts import dtensor_like, is_laid_out_like, local_of
 from distprune.shards.local_shard import LocalShard, count_zeros
-from distprune.shards.own_settings import own_settings
 
 
 @dataclass(frozen=True)

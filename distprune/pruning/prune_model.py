@@ -20,10 +20,20 @@ from distprune.masks.in_place import zero_all_where_pruned
 from distprune.models.find_shards import Found, NamePattern, find_shards
 from distprune.patterns.as_pattern import as_pattern
 from distprune.patterns.base import Pattern, Ranked, Scope
-from distprune.pruning.agreement import Facts, agree_on, all_shown, with_seed
-from distprune.pruning.choose_masks import choose_masks, zero_chosen
-from distprune.pruning.evidence import GivenEvidence, check_names, checksums, given_by_name, local_evidence
-from distprune.pruning.fitting import fitted
+from distprune.pruning.agreement import (
+    Facts,
+    GivenEvidence,
+    agree_on,
+    all_shown,
+    check_names,
+    checksums,
+    choose_masks,
+    fitted,
+    given_by_name,
+    local_evidence,
+    with_seed,
+    zero_chosen,
+)
 from distprune.pruning.masks import Masks
 from distprune.pruning.report import ParameterReport, PruneReport
 from distprune.scores.as_score import ScoreLike, as_score

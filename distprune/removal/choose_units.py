@@ -43,8 +43,8 @@ from distprune.removal.norms import unit_norms
 from distprune.removal.plan import Kept
 from distprune.removal.readers import Readers, find_readers
 from distprune.removal.remover import Refit, UnitRemover
+from distprune.scores.as_score import Magnitude
 from distprune.scores.base import Score
-from distprune.scores.magnitude import Magnitude
 from distprune.shards.geometry import indices_of
 from distprune.shards.layouts import local_shard
 from distprune.shards.local_shard import cut

@@ -18,8 +18,8 @@ from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import Group, communicator
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.experts import expert_inputs, expert_matrix
+from distprune.models.linear_layers import expert_weights
 from distprune.models.units import Units, find_all_units
-from distprune.models.weights import expert_weights
 from distprune.oneshot.plan import blocks_to_walk, check_samples
 from distprune.removal.plan import Kept
 from distprune.removal.readers import num_to_keep

@@ -14,9 +14,9 @@ from torch import nn
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.units import Cut, UnitKind, Units, find_units, head_dim
 from distprune.removal.smaller_config import SizeChange, Smaller, shapes_of, smaller_config, tensors_of
-from distprune.shards.flat_param import find_flat_parts
 from distprune.shards.fsdp2 import Fsdp2Params
 from distprune.shards.fsdp2_resize import even_parts
+from distprune.shards.layouts import find_flat_parts
 from distprune.shards.select import KeptIndices
 
 # By block, kind and Units.name: the units that stay, ascending.

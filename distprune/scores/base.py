@@ -20,9 +20,8 @@ from typing_extensions import override
 
 from distprune.hints import WALK
 from distprune.kernels.table import ScoreName
-from distprune.shards.device import chunk_size, count_true, fetched, is_zero, on_host
+from distprune.shards.device import chunk_size, count_true, fetched, is_zero, on_host, own_settings
 from distprune.shards.local_shard import LocalShard, as_array, flat_chunk, flat_chunks
-from distprune.shards.own_settings import own_settings
 
 Evidence = Mapping[str, torch.Tensor]  # by name, each of the shard's local shape
 

@@ -15,9 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from distprune.models.find_shards import NamePattern, find_shards
-from distprune.shards.flat_param import is_flattened
 from distprune.shards.fsdp2 import Fsdp2Params
-from distprune.shards.layouts import local_of, local_shard
+from distprune.shards.layouts import is_flattened, local_of, local_shard
 from distprune.shards.local_shard import LocalShard
 from distprune.shards.parameter_range import ParameterRange, ranges_of
 from distprune.shards.torch_private import private

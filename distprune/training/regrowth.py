@@ -20,12 +20,9 @@ from distprune.models.find_shards import Found, NamePattern, find_shards
 from distprune.patterns.as_pattern import as_pattern, says_how_much
 from distprune.patterns.base import Pattern, Ranked, check_share
 from distprune.patterns.unstructured import Unstructured
-from distprune.pruning.agreement import Facts, agree_on, all_shown
-from distprune.pruning.choose_masks import choose_masks
-from distprune.pruning.evidence import gradients_there
-from distprune.pruning.fitting import fitted
+from distprune.pruning.agreement import Facts, agree_on, all_shown, choose_masks, fitted, gradients_there
+from distprune.scores.as_score import Magnitude
 from distprune.scores.base import Elements, LocalScores, Score
-from distprune.scores.magnitude import Magnitude
 from distprune.scores.random import Random
 from distprune.shards.local_shard import LocalShard, bits_of, count_zeros
 

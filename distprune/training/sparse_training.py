@@ -22,8 +22,7 @@ from distprune.models.find_shards import NamePattern
 from distprune.patterns.as_pattern import says_how_much
 from distprune.patterns.base import Pattern, Scope
 from distprune.pruning.prune_model import Request, prune_requested
-from distprune.scores.as_score import ScoreLike, as_score
-from distprune.scores.gradient import Movement
+from distprune.scores.as_score import Movement, ScoreLike, as_score
 from distprune.shards.local_shard import LocalShard
 from distprune.shards.parameter_range import gradients_of
 from distprune.training.binding import in_backward

@@ -26,11 +26,9 @@ from distprune.masks.in_place import bring_back, set_aside
 from distprune.models.find_shards import Found, NamePattern, find_shards
 from distprune.patterns.as_pattern import as_pattern, says_how_much
 from distprune.patterns.base import Pattern, Ranked
-from distprune.pruning.agreement import Facts, agree_on, all_shown
-from distprune.pruning.choose_masks import choose_masks
-from distprune.pruning.fitting import fitted
+from distprune.pruning.agreement import Facts, agree_on, all_shown, choose_masks, fitted
+from distprune.scores.as_score import Magnitude
 from distprune.scores.base import LocalScores, Score
-from distprune.scores.magnitude import Magnitude
 from distprune.shards.device import fetched, row_chunks
 from distprune.shards.local_shard import LocalShard
 from distprune.shards.parameter_range import gradients_of, ranges_of

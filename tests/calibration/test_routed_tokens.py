@@ -18,9 +18,8 @@ from distprune.calibration.owner_ranks import OwnerRank, SharedInput, find_route
 from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.statistics import InputStatistics
 from distprune.calibration.targets import Targets
-from distprune.collectives.alone import Alone
 from distprune.collectives.base import Communicator
-from distprune.collectives.communicator import communicator
+from distprune.collectives.communicator import Alone, communicator
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.linear_layers import linear_layers
 from tests.architectures import samples, tiny_model

@@ -19,8 +19,7 @@ from distprune import Unstructured
 from distprune.calibration.moments import MomentsOf
 from distprune.calibration.sample_group import Axis, SampleGroup, find_sample_group, shared_axis
 from distprune.calibration.statistics import InputStatistics
-from distprune.collectives.alone import Alone
-from distprune.collectives.communicator import communicator
+from distprune.collectives.communicator import Alone, communicator
 from distprune.collectives.tensors import gather_features
 from distprune.models.linear_layers import linear_layers
 from distprune.oneshot.prune_blocks import prune_blocks

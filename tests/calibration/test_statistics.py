@@ -19,9 +19,8 @@ from distprune.calibration.owner_ranks import OwnerRank
 from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.statistics import InputStatistics
 from distprune.calibration.triangle import pack_triangle, unpack_triangle
-from distprune.collectives.alone import Alone
 from distprune.collectives.base import Communicator
-from distprune.collectives.communicator import communicator
+from distprune.collectives.communicator import Alone, communicator
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.linear_layers import linear_layers
 from distprune.selection.highest import keep_highest_per_group, keep_highest_per_row

@@ -17,8 +17,7 @@ from distprune.calibration.order import BlockOrder, learn_order
 from distprune.calibration.statistics import InputStatistics
 from distprune.calibration.targets import Targets
 from distprune.calibration.walk import Walk
-from distprune.collectives.alone import Alone
-from distprune.collectives.communicator import communicator
+from distprune.collectives.communicator import Alone, communicator
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.linear_layers import linear_layers
 from tests.architectures import samples, tiny_model

@@ -14,8 +14,7 @@ from typing_extensions import override
 from distprune.calibration.catch_inputs import catch_inputs
 from distprune.calibration.data import spread
 from distprune.calibration.walk import Walk
-from distprune.collectives.alone import Alone
-from distprune.collectives.communicator import communicator
+from distprune.collectives.communicator import Alone, communicator
 from distprune.models.decoder_blocks import decoder_blocks
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 from tests.worlds import drawing, run_threads

@@ -22,9 +22,8 @@ from distprune.checkpoint import output_directory, output_lock
 from distprune.checkpoint.output_directory import writing
 from distprune.collectives import slow
 from distprune.collectives.agree import together
-from distprune.collectives.alone import Alone
 from distprune.collectives.base import Communicator
-from distprune.collectives.communicator import communicator
+from distprune.collectives.communicator import Alone, communicator
 from tests.sampling import only_whole
 from tests.worlds import run_threads
 

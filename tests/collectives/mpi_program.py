@@ -10,8 +10,7 @@ import torch
 from typing_extensions import override
 
 import distprune
-from distprune.collectives.alone import Alone
-from distprune.collectives.communicator import communicator
+from distprune.collectives.communicator import Alone, communicator
 from distprune.collectives.mpi import MpiRanks
 from tests.collectives.checks import check_all
 from tests.contract import own_cases

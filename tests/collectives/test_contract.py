@@ -14,10 +14,8 @@ import torch
 import torch.distributed as dist
 
 from distprune.collectives.agree import max_together, sum_together, swap_unknown
-from distprune.collectives.alone import Alone
 from distprune.collectives.base import Communicator
-from distprune.collectives.communicator import communicator
-from distprune.collectives.process_group import ProcessGroup, staging_device
+from distprune.collectives.communicator import Alone, ProcessGroup, communicator, staging_device
 from tests.collectives.checks import check_all
 from tests.sampling import only_whole
 from tests.worlds import ProcessPool, run_threads

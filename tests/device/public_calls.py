@@ -25,9 +25,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import distprune as prune
-from distprune.collectives.alone import Alone
 from distprune.collectives.base import Communicator
-from distprune.collectives.communicator import communicator
+from distprune.collectives.communicator import Alone, communicator
 from tests.architectures import samples, tiny_model
 from tests.masks.test_adapters import PeftModel
 from tests.removal.layouts import shard

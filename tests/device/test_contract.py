@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel
 
 import distprune as prune
-from distprune.collectives.alone import Alone
+from distprune.collectives.communicator import Alone
 from tests import test_contract, test_contract_reparametrized as reparametrized
 from tests.architectures import samples, tiny_model
 from tests.contract import SCRIPTS

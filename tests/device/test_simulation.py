@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from distprune import prune_model
-from distprune.collectives.alone import Alone
+from distprune.collectives.communicator import Alone
 from tests.device.accelerator import DEVICE, extension, on_rank
 from tests.device.counter import Costs
 from tests.device.cuda_table import not_on_cuda

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import distprune as prune
-from distprune.collectives.alone import Alone
+from distprune.collectives.communicator import Alone
 from distprune.shards import device as device_work
 from tests.architectures import samples, tiny_model
 from tests.device.accelerator import DEVICE, on_rank

@@ -16,7 +16,7 @@ from typing_extensions import override
 from distprune.checkpoint import hf_directory
 from distprune.checkpoint.output_directory import publish
 from distprune.checkpoint.output_lock import locking
-from distprune.collectives.alone import Alone
+from distprune.collectives.communicator import Alone
 from distprune.jobs import (
     FinetuneJob,
     OneShotJob,

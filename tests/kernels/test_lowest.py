@@ -10,8 +10,8 @@ import torch
 
 from tests.kernels import interpreted  # noqa: F401  # first
 
-from distprune.collectives.alone import Alone  # isort: skip
 from distprune.kernels.lowest import Keys, Mark, Tuning  # isort: skip
+from distprune.collectives.communicator import Alone  # isort: skip
 from distprune.kernels.table import Piece, ScoreName, pieces_of  # isort: skip
 from distprune.shards.geometry import Geometry  # isort: skip
 from tests.kernels.cases import DTYPES, awkward, bits, hashed, keys_for, lowest, zeroed, prune_pieces  # isort: skip

@@ -14,7 +14,7 @@ from torch import nn
 from distprune import allocate, perplexity, prune_blocks
 from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.sensitivity import Sensitivity, measure_sensitivities
-from distprune.collectives.alone import Alone
+from distprune.collectives.communicator import Alone
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.linear_layers import linear_layers
 from distprune.oneshot.allocation import Bounds, fill_budget, whole_rows_of

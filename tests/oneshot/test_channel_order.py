@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from distprune import prune_blocks
-from distprune.collectives.alone import Alone
-from distprune.collectives.communicator import communicator
+from distprune.collectives.communicator import Alone, communicator
 from distprune.oneshot import channel_order as channel_order_module
 from distprune.oneshot.channel_order import _assigned, channel_order, move_channels
 from distprune.oneshot.channels import MovableChannels

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from distprune import l1_unstructured
-from distprune.collectives.alone import Alone
+from distprune.collectives.communicator import Alone
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.oneshot.channel_order import move_channels
 from distprune.oneshot.channels import MovableChannels, find_channels

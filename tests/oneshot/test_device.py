@@ -13,7 +13,7 @@ import distprune as prune
 from distprune.calibration.moments import Moments
 from distprune.calibration.owner_ranks import OwnerRank
 from distprune.calibration.reduction import Reduction
-from distprune.collectives.alone import Alone
+from distprune.collectives.communicator import Alone
 from distprune.oneshot.admm import ADMM
 from distprune.oneshot.driver import prune_rows
 from distprune.oneshot.outcome import BlockTrial
@@ -23,7 +23,7 @@ from distprune.oneshot.rows import Rows
 from distprune.oneshot.scored import Scored
 from distprune.oneshot.solver import Solver
 from distprune.oneshot.sparsegpt import SparseGPT
-from distprune.scores.wanda import Wanda
+from distprune.scores.as_score import Wanda
 from distprune.shards.layouts import local_of
 from tests.architectures import samples, tiny_model
 from tests.device_path import Waits, as_on_a_device, counted_waits

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distprune.collectives.alone import Alone
-from distprune.collectives.communicator import communicator
+from distprune.collectives.communicator import Alone, communicator
 from distprune.oneshot.gram import sum_gram
 from tests.worlds import run_threads
 

@@ -20,9 +20,8 @@ from distprune.calibration.moments import Moments
 from distprune.calibration.order import learn_order
 from distprune.calibration.statistics import InputStatistics
 from distprune.collectives.agree import sum_together, swap_known
-from distprune.collectives.alone import Alone
 from distprune.collectives.base import Communicator
-from distprune.collectives.communicator import communicator
+from distprune.collectives.communicator import Alone, communicator
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.linear_layers import linear_layers
 from distprune.oneshot import block, channel_order, moved_rows, room

@@ -8,8 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement
 
-from distprune.collectives.alone import Alone
-from distprune.collectives.communicator import communicator
+from distprune.collectives.communicator import Alone, communicator
 from distprune.models.linear_layers import LinearLayer
 from distprune.oneshot.moved_rows import move_rows
 from distprune.oneshot.rows import Rows, whole_rows

@@ -11,14 +11,14 @@ import torch
 
 from distprune import Block, NByM, PerRow, Unstructured, erk
 from distprune.calibration.moments import Moments
-from distprune.collectives.alone import Alone
+from distprune.collectives.communicator import Alone
 from distprune.oneshot.driver import prune_rows
 from distprune.oneshot.prune_blocks import prune_blocks
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.scored import Scored
 from distprune.patterns.base import Pattern
-from distprune.scores.wanda import Wanda
+from distprune.scores.as_score import Wanda
 from tests import oneshot_oracle as oracle, solver_oracle
 from tests.architectures import ONE_SHOT_ARCHITECTURES, tiny_model
 from tests.oneshot.alike import (

@@ -17,8 +17,8 @@ from typing_extensions import override
 
 import distprune as prune
 from distprune import Unstructured, prune_model
-from distprune.collectives.alone import Alone
 from distprune.collectives.base import has_lost_ranks
+from distprune.collectives.communicator import Alone
 from distprune.patterns.base import Choice, Pattern, Ranked
 from tests.decoder import decoder
 from tests.worlds import drawing, run_threads

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import distprune as prune
-from distprune.collectives.alone import Alone
+from distprune.collectives.communicator import Alone
 from distprune.patterns.local_blocks import LocalBlocks
 from distprune.shards.geometry import Geometry
 from distprune.shards.local_shard import LocalShard, Ownership

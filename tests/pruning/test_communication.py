@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import distprune as prune
 from distprune.collectives.base import Traffic
-from distprune.collectives.process_group import ProcessGroup
+from distprune.collectives.communicator import ProcessGroup
 from distprune.patterns import channels
 from tests.worlds import run_threads
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from typing_extensions import override
 
 import distprune
-from distprune.collectives.alone import Alone
+from distprune.collectives.communicator import Alone
 from tests.pruning.failing import Act, World, failing, local, made, raised, spread_over
 from tests.sampling import in_turn, only_whole
 from tests.worlds import ProcessPool, run_threads

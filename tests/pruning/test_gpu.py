@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import distprune as prune
-from distprune.collectives.alone import Alone
+from distprune.collectives.communicator import Alone
 from distprune.selection.highest import keep_highest_per_row
 from distprune.shards import device
 from tests.selection.test_device import CALLS, alike, linear

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import distprune as prune
 from distprune.checkpoint import sharded_file
-from distprune.collectives.alone import Alone
+from distprune.collectives.communicator import Alone
 from tests.decoder import BLOCK_WEIGHTS, Decoder, decoder
 from tests.worlds import ProcessPool, run_threads
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 import distprune as prune
-from distprune.collectives.alone import Alone
+from distprune.collectives.communicator import Alone
 from tests.decoder import decoder
 from tests.worlds import ProcessPool
 

@@ -226,7 +226,7 @@ def test_weights_kept_otherwise(dim: int | None) -> None:
 
 
 def fsdp1_on_rank(_: int, use_orig_params: bool) -> None:
-    from distprune.shards.flat_param import find_flat_parts
+    from distprune.shards.layouts import find_flat_parts
 
     for pattern in (NByM(2, 4), PerRow(0.3), Block(2, 0.4)):
         model, expected = nn.ModuleDict({"only": Turned()}), turned_oracle(pattern)

@@ -16,7 +16,7 @@ from torch import nn
 from typing_extensions import override
 
 from distprune import Geometry, LocalShard, Ownership, PruneReport, Score, compute_masks, prune_model, prune_shards
-from distprune.collectives.process_group import ProcessGroup
+from distprune.collectives.communicator import ProcessGroup
 from distprune.pruning.agreement import agree_on_model
 from distprune.scores.as_score import ScoreLike
 from distprune.scores.base import Elements, ElementwiseScore

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import distprune as prune
-from distprune.collectives.alone import Alone
+from distprune.collectives.communicator import Alone
 from distprune.masks.in_place import bring_back, make_zeros_positive, set_aside, write_signed_zeros, zero_where_pruned
+from distprune.scores.as_score import Magnitude
 from distprune.scores.base import LocalScores
-from distprune.scores.magnitude import Magnitude
 from distprune.selection.highest import keep_highest_per_group, keep_highest_per_row
 from distprune.shards import device
 from distprune.shards.checksum import checksum

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 import distprune as prune
-from distprune.collectives.alone import Alone
 from distprune.collectives.base import Communicator, Traffic
-from distprune.collectives.communicator import communicator
+from distprune.collectives.communicator import Alone, communicator
+from distprune.scores.as_score import Magnitude
 from distprune.scores.base import LocalScores
-from distprune.scores.magnitude import Magnitude
 from distprune.selection import host
 from distprune.selection.host import Source
 from distprune.selection.order import common_order

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from distprune.shards.own_settings import own_settings, plain_attention
+from distprune.shards.device import own_settings, plain_attention
 
 BACKENDS: Any = torch.backends
 OURS = ("ieee", "ieee", torch.float32)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import distprune as prune
-from distprune.collectives.alone import Alone
+from distprune.collectives.communicator import Alone
 from distprune.patterns.base import Pattern
 from distprune.training.regrowth import Counts, GrowBy, Regrow
 from distprune.training.schedules import constant

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import distprune as prune
-from distprune.collectives.process_group import ProcessGroup
+from distprune.collectives.communicator import ProcessGroup
 from distprune.shards.layouts import local_of
 from distprune.training.hold import hold_zeros
 from distprune.training.regrowth import Counts, GrowBy, Regrow

@@ -20,7 +20,7 @@ from torch.func import functional_call
 from typing_extensions import override
 
 import distprune as prune
-from distprune.collectives.process_group import ProcessGroup
+from distprune.collectives.communicator import ProcessGroup
 from distprune.models.find_shards import find_shards
 from distprune.patterns.as_pattern import as_pattern
 from distprune.patterns.base import Pattern

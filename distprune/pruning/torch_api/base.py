@@ -15,20 +15,17 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from distprune.collectives.agree import together
-from distprune.collectives.alone import Alone
 from distprune.collectives.base import Communicator
-from distprune.collectives.communicator import Group, communicator
+from distprune.collectives.communicator import Alone, Group, communicator
 from distprune.masks.reparametrized import product, reparametrize, undo_reparametrization
 from distprune.models.find_shards import Found
 from distprune.patterns.base import Pattern, Ranked, Scope
 from distprune.patterns.census import check_parts
-from distprune.pruning.agreement import Agreed, Facts, agree_on
-from distprune.pruning.choose_masks import choose_masks
-from distprune.pruning.fitting import fitted
+from distprune.pruning.agreement import Agreed, Facts, agree_on, choose_masks, fitted
 from distprune.pruning.torch_api.targets import Hook, Pairs, Scores, Target, facts, find_targets, plain
 from distprune.pruning.torch_api.users_mask import check_type, mask_by_user, masks_by_users, pruning_type
+from distprune.scores.as_score import Magnitude
 from distprune.scores.base import LocalScores, Score
-from distprune.scores.magnitude import Magnitude
 from distprune.shards.layouts import dtensor_like, is_held, local_of, local_part, local_shard
 from distprune.shards.local_shard import LocalShard
 

@@ -29,9 +29,9 @@ from distprune.pruning.torch_api import methods
 from distprune.pruning.torch_api.base import BasePruningMethod, CustomFromMask, place, prune_pairs
 from distprune.pruning.torch_api.methods import Amount, Scores
 from distprune.pruning.torch_api.targets import Pairs, Target, check_binary, facts, find_targets
+from distprune.scores.as_score import Magnitude
 from distprune.scores.base import Score
 from distprune.scores.channel_norm import Norm
-from distprune.scores.magnitude import Magnitude
 from distprune.shards.checksum import checksum
 from distprune.shards.device import fetched
 from distprune.shards.fsdp2 import Fsdp2Params

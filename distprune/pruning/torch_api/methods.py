@@ -14,9 +14,9 @@ from distprune.patterns.channels import Channels
 from distprune.patterns.unstructured import Unstructured
 from distprune.pruning.agreement import check_seed
 from distprune.pruning.torch_api.base import Selecting, apply_of
+from distprune.scores.as_score import Magnitude
 from distprune.scores.base import Score
 from distprune.scores.channel_norm import ChannelNorm, Norm
-from distprune.scores.magnitude import Magnitude
 from distprune.scores.random import Random
 
 Amount: TypeAlias = int | float  # a share, or how many

@@ -21,9 +21,8 @@ from distprune.patterns.base import Pattern
 from distprune.scores.base import LocalScores, Score
 from distprune.shards.checksum import checksum
 from distprune.shards.device import fetched
-from distprune.shards.flat_param import is_flattened
 from distprune.shards.fsdp2 import Fsdp2Params
-from distprune.shards.layouts import dtensor_like, is_held, local_of, local_part, local_shard
+from distprune.shards.layouts import dtensor_like, is_flattened, is_held, local_of, local_part, local_shard
 from distprune.shards.local_shard import LocalShard
 
 Pairs = Sequence[tuple[nn.Module, str]]
