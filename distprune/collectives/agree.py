@@ -247,8 +247,6 @@ def _ranks(ranks: list[int]) -> str:
 
 Told = list[tuple[Sequence[int], Any]]  # the ranks that told a value, ascending, and the value as JSON carries it
 
-_WORD = 8  # bytes
-
 
 def told_by_all(comm: Communicator, make: Callable[[], Any]) -> Told:
     """Return every different value that the ranks' ``make`` return, with the ranks, in the order of the first of those.

@@ -114,15 +114,15 @@ def _merge(lists: Sequence[tuple[Sequence[int], Sequence[Member]]]) -> Roster:
                 raise _disagreement(*((lists[number][0][0], of_rank) for number, of_rank in (before[0], before[-1])))
     names = [[member.name for member in members] for _, members in lists]
     order = names[0] if len(names) == 1 else _merged_order(names)
-    num_holders = {name: sum(len(lists[i][0]) for i, _ in of_lists) for name, of_lists in stated.items()}
-    return Roster(
-        tuple(stated[name][0][1] for name in order),
-        tuple(lists[stated[name][0][0]][0][0] for name in order),
-        tuple(num_holders[name] for name in order),
-        tuple(_num_copies([member.layout for _, member in stated[name]], num_holders[name]) for name in order),
-        tuple(tuple(ranks) for ranks, _ in lists),
-        tuple(tuple(i for i, _ in stated[name]) for name in order),
-    )
+    first_holder, num_holders, num_copies, lists_with = [], [], [], []
+    for name in order:
+        which, of_lists = zip(*stated[name], strict=True)
+        first_holder.append(lists[which[0]][0][0])
+        num_holders.append(sum([len(lists[i][0]) for i in which]))
+        num_copies.append(_num_copies(of_lists, num_holders[-1]))
+        lists_with.append(which)
+    members, ranks_of = tuple([stated[name][0][1] for name in order]), tuple([tuple(ranks) for ranks, _ in lists])
+    return Roster(members, tuple(first_holder), tuple(num_holders), tuple(num_copies), ranks_of, tuple(lists_with))
 
 
 def _disagreement(one: tuple[int, Member], two: tuple[int, Member]) -> ValueError:
@@ -139,10 +139,11 @@ def _disagreement(one: tuple[int, Member], two: tuple[int, Member]) -> ValueErro
     )
 
 
-def _num_copies(layouts: Sequence[Layout | None], num_holders: int) -> int | None:
+def _num_copies(members: Sequence[Member], num_holders: int) -> int | None:
     """Return how many ranks hold the same elements; ``None``: holders do not all state the same layout."""
-    layout = layouts[0]
-    if layout is None or any(other != layout for other in layouts) or layout.num_ranks not in (None, num_holders):
+    layout = members[0].layout
+    same = {member.layout for member in members} == {layout}
+    if layout is None or not same or layout.num_ranks not in (None, num_holders):
         return None
     return num_holders if layout.num_ranks is None else layout.num_copies
 

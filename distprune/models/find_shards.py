@@ -234,7 +234,7 @@ def bare_model(model: nn.Module) -> nn.Module:
 
 
 def _clean(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    return ".".join([part for part in name.split(".") if part not in WRAPPERS])
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

@@ -130,7 +130,7 @@ def matrix_of_weight(
 
 def is_adapter(name: str) -> bool:
     """Return whether ``name`` is that of an adapter's own parameter, as PEFT names them; what it adapts is none."""
-    return any(part.startswith("lora_") for part in name.split("."))
+    return ".lora_" in f".{name}"
 
 
 def is_conv1d(module: nn.Module) -> bool:

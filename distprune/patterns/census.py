@@ -53,7 +53,7 @@ def take_census(
         return [(scores.shard, scores.reads) for scores in ranked.scores]
 
     none, num_counts = [0] * len(ranked.numels), counts_gone + (num_cut is not None)
-    if not num_counts and all(num == 1 for num in ranked.roster.num_copies):
+    if not num_counts and {1}.issuperset(ranked.roster.num_copies):
         return none, none
     counts = _checked(ranked.comm, ranked.roster, parts, num_counts, count).T.tolist()
     return counts[0] if counts_gone else none, none if num_cut is None else counts[-1]

@@ -89,10 +89,10 @@ def write_masks(
 
 
 def runs_on_gpu(ranked: Ranked, competitions: Sequence[Competition]) -> bool:
-    """Return whether kernels choose, on all ranks alike. Local."""
+    """Return whether kernels choose of what lies on GPUs, on all ranks alike. Local."""
     orders = {competition.order for competition in competitions}
     fit = all(order.key_dtype.itemsize <= 4 for order in orders)
-    return ranked.on_gpu and fit and (len(orders) == 1 or ranked.score.kernel is not None)
+    return fit and (len(orders) == 1 or ranked.score.kernel is not None)
 
 
 @final

@@ -86,7 +86,7 @@ def choose_elements(ranked: Ranked, share: Shares, scope: Scope, num_gone: Seque
         return competing.source(ranked.index[shard.name], scores, shard.geometry, owned=shard.owned)
 
     competitions = competing.competitions(share, num_gone, ranked.order, what)
-    if runs_on_gpu(ranked, competitions):
+    if ranked.on_gpu and runs_on_gpu(ranked, competitions):
         on_gpu = ElementsOnGpu(ranked, competing, competitions)
         in_place = on_gpu if on_gpu.reads_weights else None
         return Choice(on_gpu.thresholds, lambda s, out: on_gpu.write_masks([s], [out])[0], on_gpu.write_masks, in_place)

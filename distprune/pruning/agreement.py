@@ -64,11 +64,11 @@ class Agreed:
     def shards(self) -> list[LocalShard]:
         """Return this rank's shards, with their owners settled. No communication."""
         place, comm, roster = self.roster.index(), self.comm, self.roster
-        own_rank = comm.global_rank(comm.rank)
-        return [
-            shard.owned_by(own_rank, comm.global_rank(roster.first_holder[i]), roster.num_holders[i])
-            for shard, i in ((shard, place[shard.name]) for shard in self.found.shards)
-        ]
+        own_rank, shards = comm.global_rank(comm.rank), []
+        for shard in self.found.shards:
+            i = place[shard.name]
+            shards.append(shard.owned_by(own_rank, comm.global_rank(roster.first_holder[i]), roster.num_holders[i]))
+        return shards
 
 
 def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T]]) -> tuple[Agreed, T]:
@@ -128,7 +128,7 @@ def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T
 def on_gpu(shards: Sequence[LocalShard]) -> bool:
     """Return whether all ``shards`` lie on one GPU that has kernels. Local."""
     devices = {shard.local.device for shard in shards}
-    return len(devices) == 1 and all(map(has_kernels, devices))
+    return len(devices) == 1 and has_kernels(devices.pop())
 
 
 def agree_on_model(
@@ -318,11 +318,11 @@ def choose_masks(
 
     def choose() -> list[tuple[int, int, int]]:
         chosen = choice.masks(ranked.scores)
-        unread_nans = [0] * len(chosen) if ranked.of_left else count_unread_nans(ranked.scores)
+        reads_all = ranked.of_left or ranked.score.is_weight
+        unread = [0] * len(chosen) if reads_all else count_unread_nans(ranked.scores)
         masks.extend(part.mask for part in chosen)
         then(masks)
-        rows = zip(chosen, unread_nans, strict=True)
-        return [(part.num_pruned, part.num_gone, part.num_nans + num_unread) for part, num_unread in rows]
+        return [(one.num_pruned, one.num_gone, one.num_nans + n) for one, n in zip(chosen, unread, strict=True)]
 
     return masks, _counted(ranked, choose)
 

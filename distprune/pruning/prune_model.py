@@ -293,7 +293,7 @@ class Choosing:
             ranked.score.name,
             repr(self.pattern),
             ranked.score.seed if isinstance(ranked.score, Random) else None,
-            tuple(ParameterReport(one.name, numel, new - old, new, last) for one, numel, (new, old), last in members),
+            tuple([ParameterReport(one.name, numel, new - old, new, last) for one, numel, (new, old), last in members]),
             used.num_rounds,
             used.num_bytes,
             time.perf_counter() - self._started,
