@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, final
 
 import numpy as np
@@ -42,7 +43,8 @@ class Random(Score):
     @override
     def values(self, elements: Elements) -> torch.Tensor:
         is_small = elements.shard.geometry.global_numel <= 1 << 31
-        return self.of_units(elements.shard.name, elements.flat_indices(torch.int32 if is_small else torch.int64))
+        flat = elements.flat_indices(torch.int32 if is_small else torch.int64)
+        return _mixed(flat, *self.seeds(elements.shard.name))
 
     @override
     def dtype(self, weight: torch.dtype) -> torch.dtype:
@@ -50,28 +52,11 @@ class Random(Score):
 
     @override
     def of_units(self, name: str, units: torch.Tensor) -> torch.Tensor:
-        first, second = self.seeds(name)
-        if units.dtype is torch.int64:
-            low, high = units.contiguous().view(torch.int32).view(-1, 2).unbind(1)
-            found = low.add(high, alpha=_FACTORS[0])  # all wraps
-        else:
-            found = units.clone()
-        mixed: Any = found.numpy() if on_host(found.device) else found
-        mixed += first
-        _fold(mixed, 16)
-        mixed *= _FACTORS[1]
-        _fold(mixed, 15)
-        mixed += second
-        mixed *= _FACTORS[2]
-        _fold(mixed, 15)
-        mixed &= 0x7FFFFFFF
-        return found
+        return _mixed(units if units.dtype is torch.int64 else units.clone(), *self.seeds(name))
 
     @override
     def seeds(self, name: str) -> tuple[int, int]:
-        digest = hashlib.blake2b(f"{self.seed}\0{name}".encode(), digest_size=8).digest()
-        first, second = struct.unpack("<ii", digest)
-        return first, second
+        return _seeds(self.seed, name)
 
     @property
     @override
@@ -85,6 +70,29 @@ class Random(Score):
     @override
     def reads(self, shard: LocalShard, evidence: Evidence) -> list[torch.Tensor]:
         return []
+
+
+@lru_cache(1 << 14)
+def _seeds(seed: int | None, name: str) -> tuple[int, int]:
+    first, second = struct.unpack("<ii", hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest())
+    return first, second
+
+
+def _mixed(flat: torch.Tensor, first: int, second: int) -> torch.Tensor:
+    """Return the hashes of ``flat``, int32: in its memory, or, of int64, new."""
+    if flat.dtype is torch.int64:
+        low, high = flat.contiguous().view(torch.int32).view(-1, 2).unbind(1)
+        flat = low.add(high, alpha=_FACTORS[0])  # all wraps
+    mixed: Any = flat.numpy() if on_host(flat.device) else flat
+    mixed += first
+    _fold(mixed, 16)
+    mixed *= _FACTORS[1]
+    _fold(mixed, 15)
+    mixed += second
+    mixed *= _FACTORS[2]
+    _fold(mixed, 15)
+    mixed &= 0x7FFFFFFF
+    return flat
 
 
 def _fold(mixed: Any, shift: int) -> None:

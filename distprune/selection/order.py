@@ -83,9 +83,11 @@ class Order:
         return self.first - 1
 
     def keys(self, values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the keys of ``values``: a new tensor, or memory of ``out``. A NaN's is above ``last``."""
+        """Return the keys of ``values``: new, in ``out``, or integers as they are. A NaN's is above ``last``."""
         values = values.to(self.value_dtype)
         if not self.value_dtype.is_floating_point:
+            if on_host(values.device) and (not values.numel() or values.numpy().min() >= self.first):
+                return values  # as a rule: a copy would take longer
             return values.clamp(min=self.first)
         magnitude, bits = self._magnitude, values.contiguous().view(self.key_dtype)
         if self.ordered_by == "magnitude":
