@@ -212,8 +212,7 @@ class LocalScores:
         """Return the keys of the elements at ``at``, 1-D: new, or in ``out``."""
         keys: torch.Tensor = order.keys(self.values(at), out)
         if not order.zeros_gone and not self.regrows and (gone := self.is_gone(at)) is not None:
-            keys = keys if order.has_nans else keys.clone()  # integers may be the score's own
-            keys.masked_fill_(gone, order.gone)
+            return (keys if order.has_nans else keys.clone()).masked_fill_(gone, order.gone)  # integers may be its own
         return keys
 
 

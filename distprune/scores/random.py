@@ -42,9 +42,8 @@ class Random(Score):
 
     @override
     def values(self, elements: Elements) -> torch.Tensor:
-        is_small = elements.shard.geometry.global_numel <= 1 << 31
-        flat = elements.flat_indices(torch.int32 if is_small else torch.int64)
-        return _mixed(flat, *self.seeds(elements.shard.name))
+        dtype = torch.int32 if elements.shard.geometry.global_numel <= 1 << 31 else torch.int64
+        return _mixed(elements.flat_indices(dtype), *self.seeds(elements.shard.name))
 
     @override
     def dtype(self, weight: torch.dtype) -> torch.dtype:
