@@ -13,9 +13,10 @@ import torch
 _DEVICES = ("cuda",)  # of NVIDIA, and AMD's, which torch calls so
 
 
-def has_kernels(device: torch.device) -> bool:
-    """Return whether kernels run on ``device``: a GPU, where Triton is installed, which torch for GPUs brings."""
-    return device.type in _DEVICES and _has_triton()
+def has_kernels(*devices: torch.device) -> bool:
+    """Return whether all ``devices`` are one GPU, and Triton is installed, which torch for GPUs brings."""
+    distinct = {*devices}
+    return len(distinct) == 1 and distinct.pop().type in _DEVICES and _has_triton()
 
 
 @cache

@@ -73,7 +73,7 @@ class Lowest:
         tuning: Tuning = Tuning(),
     ) -> None:
         """Make room for the passes. Local."""
-        num, self._comm, self._keys, self._tuning = len(num_lowest), comm, keys, tuning
+        num, self._comm, self._keys = len(num_lowest), comm, keys
         most = (_MESSAGE if comm.size > 1 else _ROOM) // (8 * num)
         self._bits = max(min(tuning.bits, (most - 1).bit_length() - 1), 2)
         alone = min(_SAMPLES_ALONE, _ROOM // (4 * num)) if comm.size == 1 else 1

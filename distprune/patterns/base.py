@@ -65,10 +65,7 @@ class Ranked:
     @property
     def on_gpu(self) -> bool:
         """Whether what each rank holds lies on one GPU that has kernels: all ranks say the same."""
-        if self.comm.size > 1:
-            return self.roster.on_gpu
-        devices = {scores.device for scores in self.scores}
-        return len(devices) == 1 and all(map(has_kernels, devices))
+        return self.roster.on_gpu if self.comm.size > 1 else has_kernels(*(scores.device for scores in self.scores))
 
     @cached_property
     def owned(self) -> dict[int, LocalScores]:

@@ -8,9 +8,8 @@ from typing import Any, final
 import torch
 from torch.autograd.graph import increment_version
 
-from distprune.collectives.agree import together
-from distprune.kernels.available import has_kernels
-from distprune.kernels.lowest import Keys, Lowest, Mark
+from distprune.collectives.agree import sum_together, together
+from distprune.kernels.lowest import Keys, Lowest, Mark, Tuning
 from distprune.kernels.table import Piece, Table, pieces_between, pieces_of, tables_of
 from distprune.kernels.within import keep_groups, keep_rows
 from distprune.patterns.base import Ranked
@@ -20,22 +19,20 @@ from distprune.selection.order import Order
 from distprune.selection.radix import Competition
 from distprune.shards.device import fetched
 
-_BLOCK = 1024
+_BLOCK = Tuning().block
 _CHUNK = 1 << 22  # elements whose keys are computed at a time: with temporaries, under 64 MiB
 _MOST = (1 << 31) - 1
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def keys_of_weights(ranked: Ranked, scores: Sequence[LocalScores], orders: Iterable[Order]) -> Keys | None:
-    """Return how kernels make keys of all of ``scores``, on one GPU; ``None``: they do not. Local."""
+    """Return how kernels make keys of all of ``scores``, which are on one GPU; ``None``: they do not. Local."""
     name, own_orders = ranked.score.kernel, [*orders]
-    devices, marks = {each.device for each in scores}, {_mark(each) for each in scores}
+    marks = {_mark(each) for each in scores}
     kinds = {(order.ordered_by, order.zeros_gone) for order in own_orders}
-    if name is None or len(devices) != 1 or len(marks) != 1 or None in marks or len(kinds) != 1:
+    mark = marks.pop() if len(marks) == 1 else None
+    if name is None or mark is None or len(kinds) != 1 or not all(map(_is_plain, scores)):
         return None
-    if not all(map(has_kernels, devices)) or not all(map(_is_plain, scores)):
-        return None
-    mark = marks.pop() or "unmarked"
     dtypes = [each.shard.local.dtype for each in scores]
     wide = name == "magnitude" and any(d is not o.value_dtype for d, o in zip(dtypes, own_orders, strict=True))
     gone = 0 if name == "magnitude" and mark == "zeros" else -1
@@ -91,32 +88,44 @@ def write_masks(
 def runs_on_gpu(ranked: Ranked, competitions: Sequence[Competition]) -> bool:
     """Return whether kernels choose of what lies on GPUs, on all ranks alike. Local."""
     orders = {competition.order for competition in competitions}
-    fit = all(order.key_dtype.itemsize <= 4 for order in orders)
-    return fit and (len(orders) == 1 or ranked.score.kernel is not None)
+    are_known = len(orders) == 1 or ranked.score.kernel is not None
+    return are_known and all(order.key_dtype.itemsize <= 4 for order in orders)
 
 
 @final
 class ElementsOnGpu:
     """The choice of elements that lie on GPUs, one of each rank. Every rank must make one.
 
-    Communicates 64 bytes, and what :meth:`Lowest.find` does. ``thresholds``: by member, once it was written.
+    Communicates 16 bytes, 64 more where ranks differ in what kernels can read, and what :meth:`Lowest.find` does.
+    ``thresholds``: by member, once it was written.
     """
 
     def __init__(self, ranked: Ranked, competing: Competing, competitions: Sequence[Competition]) -> None:
         self._ranked, self._competing, self._competitions = ranked, competing, competitions
         self.thresholds: list[float | int | None] = [None] * len(ranked.numels)
-        numbers = [each.num_lowest for each in competitions], [each.num_positions for each in competitions]
-        with together(ranked.comm):
-            scores = ranked.scores
-            read = keys_of_weights(ranked, scores, [self._order(each) for each in scores])
-            self.reads_weights, order = read is not None, competitions[0].order
-            self._keys = read or Keys("keys", order.gone, order.last if order.has_nans else _MOST)
-            self._lowest = Lowest(ranked.comm, scores[0].device, *numbers, self._keys)
-            self._totals = torch.zeros((len(scores), 3), dtype=torch.int64, device=scores[0].device)
-            self._tables = tables_of(self._pieces(scores, None), _BLOCK) if self.reads_weights else []
-            self._lowest.sample(self._tables or self._chunks(scores, None), in_place=self.reads_weights)
-        make = (lambda: self._tables) if self.reads_weights else (lambda: self._chunks(scores, None))
+        num_others = int(sum_together(ranked.comm, (1,), self._look)[0])
+        if 0 < num_others < ranked.comm.size:  # a rank's memory is scattered: keys are computed on all
+            with together(ranked.comm):
+                self._prepare(None)
+        make = (lambda: self._tables) if self.reads_weights else (lambda: self._chunks(ranked.scores, None))
         self._lowest.find(make, may_fail=not self.reads_weights)
+
+    def _look(self, num_others: torch.Tensor) -> None:
+        scores = self._ranked.scores
+        self._prepare(keys_of_weights(self._ranked, scores, [self._order(each) for each in scores]))
+        num_others[0] = not self.reads_weights
+
+    def _prepare(self, read: Keys | None) -> None:
+        """Take this rank's sample, by keys that kernels ``read`` or by computed ones. Local."""
+        scores, order = self._ranked.scores, self._competitions[0].order
+        num_lowest = [each.num_lowest for each in self._competitions]
+        num_positions = [each.num_positions for each in self._competitions]
+        self.reads_weights = read is not None
+        self._keys = read or Keys("keys", order.gone, order.last if order.has_nans else _MOST)
+        self._lowest = Lowest(self._ranked.comm, scores[0].device, num_lowest, num_positions, self._keys)
+        self._totals = torch.zeros((len(scores), 3), dtype=torch.int64, device=scores[0].device)
+        self._tables = tables_of(self._pieces(scores, None), _BLOCK) if self.reads_weights else []
+        self._lowest.sample(self._tables or self._chunks(scores, None), in_place=self.reads_weights)
 
     def _order(self, scores: LocalScores) -> Order:
         return self._competitions[self._competing.place(self._ranked.index[scores.shard.name])[0]].order
@@ -125,8 +134,7 @@ class ElementsOnGpu:
         found: list[Piece] = []
         for i, each in enumerate(scores):
             competition, first = self._competing.place(self._ranked.index[each.shard.name])
-            out = None if outs is None else outs[i]
-            found += pieces(each, i, out, competition=competition, zeroth=first)
+            found += pieces(each, i, None if outs is None else outs[i], competition=competition, zeroth=first)
         return found
 
     def _chunks(self, scores: Sequence[LocalScores], outs: Sequence[torch.Tensor] | None) -> Iterator[Table]:

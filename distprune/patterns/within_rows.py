@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
+from distprune.kernels.available import has_kernels
 from distprune.patterns.base import Choice, Pattern, Ranked, check_share, shares_of
 from distprune.patterns.census import take_census
 from distprune.patterns.cut_bands import Answer, CutBands, CutPart, Told
@@ -143,18 +144,22 @@ class WithinRows(Pattern):
                         outs[i].numpy()[:] = stays[first : first + len(outs[i])]
                         yield i, of_shard
 
-        def decide_all(scores: Sequence[LocalScores], outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        def decide_on_gpu(scores: Sequence[LocalScores], outs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+            """Return, by place, what ``decide`` returns of shards that kernels decide."""
             members = [ranked.index[each.shard.name] for each in scores]
             kinds = [own[i].kernel(each.shard.as_matrix()) for i, each in zip(members, scores, strict=True)]
             plain = [i for i, each in enumerate(scores) if kinds[i] is not None and units_of(each).is_dense]
             keys = keys_of_weights(ranked, [scores[i] for i in plain], [rows[members[i]].order for i in plain])
             if keys is None or keys.marked in ("masked", "left"):  # the numbers of rows and groups differ
-                found = dict(decide_small(scores, outs))
-                return [found[i] if i in found else decide(scores[i], outs[i]) for i in range(len(scores))]
+                return {}
             units = [kind for kind in (kinds[i] for i in plain) if kind is not None]
-            there = write_masks([scores[i] for i in plain], units, keys, [outs[i] for i in plain])
-            by_place = dict(zip(plain, there, strict=True))
-            return [by_place[i] if i in by_place else decide(scores[i], outs[i]) for i in range(len(scores))]
+            counts = write_masks([scores[i] for i in plain], units, keys, [outs[i] for i in plain])
+            return dict(zip(plain, counts, strict=True))
+
+        def decide_all(scores: Sequence[LocalScores], outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            on_gpu = has_kernels(*(each.device for each in scores))
+            found = decide_on_gpu(scores, outs) if on_gpu else dict(decide_small(scores, outs))
+            return [found[i] if i in found else decide(scores[i], outs[i]) for i in range(len(scores))]
 
         return Choice([None] * len(rows), decide, decide_all)
 

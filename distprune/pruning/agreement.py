@@ -98,8 +98,8 @@ def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T
             evidence = found.evidence.get(shard.name, 0)
             members.append(Member(shard.name, shard.shape, str(shard.local.dtype), shard.layout, evidence))
         lists = [[m.name, m.global_shape, m.dtype, m.layout and m.layout.name, m.evidence] for m in members]
-        num_matches = [num for _, num in found.patterns]
-        return [facts, num_matches, found.num_parameters, found.lacks_blocks, lists, on_gpu(found.shards)]
+        counts = [*(num for _, num in found.patterns), found.num_parameters, found.lacks_blocks]
+        return [facts, counts, lists, has_kernels(*(shard.local.device for shard in found.shards))]
 
     def draw() -> int:
         return int(torch.randint(1 << 62, (), device="cpu")) if looked[0][2].needs_seed else 0
@@ -107,13 +107,14 @@ def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T
     all_same, drawn = same_everywhere(comm, stated, draw)
     found, facts, score, rest = looked[0]
     score = score.seeded(drawn) if score.needs_seed else score
+    on_gpu = has_kernels(*(shard.local.device for shard in found.shards))
     if all_same:
-        roster = dataclasses.replace(roster_of_one(comm, members), on_gpu=on_gpu(found.shards))
+        roster = dataclasses.replace(roster_of_one(comm, members), on_gpu=on_gpu)
         return Agreed(comm, roster, score, found, found.num_parameters), rest
     check_facts(comm, facts)
 
     def count(words: torch.Tensor) -> None:
-        own = [*(num for _, num in found.patterns), found.has_blocks, on_gpu(found.shards) and not found.lacks_blocks]
+        own = [*(num for _, num in found.patterns), found.has_blocks, on_gpu and not found.lacks_blocks]
         words.copy_(torch.tensor(own, dtype=torch.int64, device="cpu"))
 
     *num_matches, num_with_blocks, num_on_gpu = sum_together(comm, (len(found.patterns) + 2,), count).tolist()
@@ -123,12 +124,6 @@ def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T
     patterns = [(pattern, num) for (pattern, _), num in zip(found.patterns, num_matches, strict=True)]
     found = dataclasses.replace(found, patterns=patterns, shards=[] if leaves_out else found.shards)
     return Agreed(comm, roster, score, found, None), rest
-
-
-def on_gpu(shards: Sequence[LocalShard]) -> bool:
-    """Return whether all ``shards`` lie on one GPU that has kernels. Local."""
-    devices = {shard.local.device for shard in shards}
-    return len(devices) == 1 and has_kernels(devices.pop())
 
 
 def agree_on_model(

@@ -179,3 +179,22 @@ def test_two_ranks(pool: ProcessPool, score: str, shares: dict[str, Any]) -> Non
     wanted = [*zeros(alone), torch.tensor([parameter.num_zeros for parameter in report.parameters])]
     for of_rank in pool.run(2, pruned_on_rank, score, shares):
         assert all(map(torch.equal, of_rank, wanted))
+
+
+def scattered_on_rank(rank: int) -> list[float]:
+    """Prune rows of which one rank has columns, one after the other, in memory."""
+    import_module("tests.kernels.interpreted")
+    with patch("distprune.kernels.available._DEVICES", ("cpu",)):
+        rows = torch.arange(48.0).view(8, 6).fmod(11.0)[4 * rank : 4 * rank + 4].clone()
+        rows = rows.t().contiguous().t() if rank else rows
+        geometry = prune.Geometry.rows((8, 6), 4 * rank, 4 * rank + 4)
+        prune.prune_shards([prune.LocalShard("w", rows, geometry, prune.Ownership())], 0.4)
+        return rows.flatten().tolist()
+
+
+def test_ranks_whose_memory_differs(pool: ProcessPool) -> None:
+    pytest.importorskip("triton")
+    whole = torch.arange(48.0).view(8, 6).fmod(11.0)
+    prune.prune_shards([prune.LocalShard("w", whole, prune.Geometry.whole((8, 6)), prune.Ownership())], 0.4)
+    first, second = pool.run(2, scattered_on_rank)
+    assert [*first, *second] == whole.flatten().tolist()
