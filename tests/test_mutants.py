@@ -1,31 +1,42 @@
-"""The list of deliberate faults is up to date: each stands once in the library, and is Python."""
+"""What the machine that makes faults makes, and that all of them are Python."""
 
 from __future__ import annotations
 
-import collections
 from pathlib import Path
 
-from tests.mutants import ROOT, read_mutants
+from tests.mutants import ROOT, all_folders, drawn, mutants_of
+
+_TEXT = '''
+"""Says 7."""
+WIDTH: int = 8
 
 
-def test_each_mutant_applies(tmp_path: Path) -> None:
-    mutants = read_mutants()
-    wrong = []
-    for mutant in mutants:
-        copy = tmp_path / mutant.file
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes((ROOT / "distprune" / mutant.file).read_bytes())
-        try:
-            with mutant.applied_to(tmp_path):
-                compile(copy.read_text("utf-8"), mutant.file, "exec")
-        except (ValueError, SyntaxError) as error:
-            wrong.append(str(error))
-        wrong += [f"{mutant.file}: no {test}" for test in mutant.first_tests if not (ROOT / test).exists()]
-    assert not wrong
+def half(values: list[int], *, strict: bool = True) -> int:
+    """Return 1."""
+    if not values or len(values) > 2 * WIDTH:
+        raise ValueError(f"{1 + len(values)}")
+    return sum(zip(values, strict=True)) // 2
+'''
 
 
-def test_mutants_are_spread_over_all_folders() -> None:
-    counts = collections.Counter(Path(mutant.file).parts[0] for mutant in read_mutants())
-    folders = {path.name for path in (ROOT / "distprune").iterdir() if (path / "__init__.py").exists()}
-    assert folders <= counts.keys()
-    assert counts.total() >= 80
+def test_faults_of_a_small_file(tmp_path: Path) -> None:
+    (tmp_path / "half.py").write_text(_TEXT)
+    assert [(mutant.lines, mutant.old, mutant.new) for mutant in mutants_of(tmp_path, ["."])] == [
+        (range(3, 4), "8", "9"),
+        (range(6, 7), "True", "False"),
+        (range(8, 9), "not values or len(values) > 2 * WIDTH", "False"),
+        (range(8, 9), "not values or len(values) > 2 * WIDTH", "(not values and len(values) > 2 * WIDTH)"),
+        (range(8, 9), "not values", "(values)"),
+        (range(8, 9), "len(values) > 2 * WIDTH", "(len(values) >= 2 * WIDTH)"),
+        (range(8, 9), "2 * WIDTH", "(2 + WIDTH)"),
+        (range(8, 9), "2", "3"),
+        (range(10, 11), "sum(zip(values, strict=True)) // 2", "(sum(zip(values, strict=True)) * 2)"),
+        (range(10, 11), "2", "3"),
+    ]
+
+
+def test_faults_of_the_library_are_python() -> None:
+    mutants = mutants_of(ROOT / "distprune", all_folders())
+    assert len(mutants) > 10_000
+    for mutant in drawn(mutants, 100):
+        compile(mutant.text(ROOT / "distprune"), mutant.file, "exec")

@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, ClassVar, Literal, final
 
 import numpy as np
@@ -188,25 +187,26 @@ class LocalScores:
 
         On the host arrays, which may be in the memory of the one before, or in ``memory``; on a device tensors.
         """
-        mask = order.mask_of_bits(self.shard.local.dtype) if self.score.is_weight else None
-        if mask is not None and (order.zeros_gone or self.gone is None) and self._array is not None:
-            array, step = self._array, chunk_size(self.device)
-            if len(array) <= step:
-                yield np.bitwise_and(array, mask, out=memory)
-                return
-            memory = np.empty(step, array.dtype)
+        step, array = chunk_size(self.device), self._bits_of_keys(order)
+        if array is not None:
+            magnitude = np.iinfo(array.dtype).max
+            if len(array) > step:
+                memory = np.empty(step, array.dtype)
             for start in range(0, len(array), step):
                 bits = array[start : start + step]
-                yield np.bitwise_and(bits, mask, out=memory[: len(bits)])
+                yield np.bitwise_and(bits, magnitude, out=None if memory is None else memory[: len(bits)])
             return
-        numel, step = self.shard.geometry.local_numel, chunk_size(self.device)
+        numel = self.shard.geometry.local_numel
         for start in range(0, numel, step):
             keys = self.keys_at(order, slice(start, min(start + step, numel)))
             yield keys.numpy() if on_host(self.device) else keys
 
-    @cached_property
-    def _array(self) -> Any:
-        return as_array(self.shard.local)
+    def _bits_of_keys(self, order: Any) -> Any:
+        """Return the shard's bits, on the host, if these are the keys but for signs."""
+        is_kept = order.zeros_gone or self.gone is None  # what is gone needs no other key
+        if is_kept and self.score.is_weight and order.reads_bits(self.shard.local.dtype):
+            return as_array(self.shard.local)
+        return None
 
     def keys_at(self, order: Any, at: slice | torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the keys of the elements at ``at``, 1-D: new, or in ``out``."""

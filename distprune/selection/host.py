@@ -97,18 +97,18 @@ class Pile:
         """Add the counts of ``digit`` to ``bins`` (competitions, 2**width)."""
         is_first = digit.known is None and digit.keys is None
         for offsets, numbers in self._read() if is_first else self._left(digit):
-            of = self._competitions(offsets, len(numbers))
-            digits, places = self._memory.shifted(numbers, digit.shift), self._memory.array(len(numbers), np.int64)
+            competitions = self._competitions(offsets, len(numbers))
+            places = self._memory.array(len(numbers), np.int32)
+            np.right_shift(numbers, digit.shift, out=places, casting="unsafe")
             if digit.known is not None:
-                digits &= (1 << digit.width) - 1
-            places[:] = digits
-            if not isinstance(of, int):
-                places += of * bins.shape[1]
-            into = bins[of] if isinstance(of, int) else bins.reshape(-1)
+                places &= (1 << digit.width) - 1
+            if not isinstance(competitions, int):
+                places += competitions * bins.shape[1]
+            into = bins[competitions] if isinstance(competitions, int) else bins.reshape(-1)
             if len(places) < len(into) // _FEW:
                 np.add.at(into, places, 1)
             else:
-                counts = np.bincount(places)
+                counts = torch.bincount(torch.from_numpy(places)).numpy()  # numpy's makes 64-bit copies first
                 into[: len(counts)] += counts
 
     def num_nans(self) -> dict[str, int]:

@@ -8,8 +8,8 @@ are what is counted, compared and sent; scores are not looked at again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -36,87 +36,60 @@ class Order:
     ordered_by: OrderedBy
     value_dtype: torch.dtype
     zeros_gone: bool = False
+    # What follows from these.
+    has_nans: bool = field(init=False, compare=False)
+    key_dtype: torch.dtype = field(init=False, compare=False)
+    last: int = field(init=False, compare=False)  # the key of +inf, or the largest integer; a NaN's is above
+    first: int = field(init=False, compare=False)  # the lowest that competes
+    gone: int = field(init=False, compare=False)  # the key of what was pruned before
+    num_bits: int = field(init=False, compare=False)  # of unsigned keys, those of NaNs included
 
-    @cached_property
-    def key_dtype(self) -> torch.dtype:
-        if self.value_dtype.is_floating_point:
-            return _INTEGER_OF_SIZE[self.value_dtype.itemsize]
-        return self.value_dtype
-
-    @cached_property
-    def last(self) -> int:
-        """The key of +inf, or the largest integer; the key of a NaN lies above."""
-        if self.value_dtype.is_floating_point:
-            return int(torch.tensor(torch.inf, dtype=self.value_dtype, device="cpu").view(self.key_dtype))
-        return torch.iinfo(self.key_dtype).max
-
-    @cached_property
-    def first(self) -> int:
-        """The lowest key that competes: of 0 (magnitude), of -inf, or of the smallest integer but one."""
+    def __post_init__(self) -> None:
+        has_nans = self.value_dtype.is_floating_point
+        key_dtype = _INTEGER_OF_SIZE[self.value_dtype.itemsize] if has_nans else self.value_dtype
+        most = last = torch.iinfo(key_dtype).max
+        if has_nans:
+            last = int(torch.tensor(torch.inf, dtype=self.value_dtype, device="cpu").view(key_dtype))
         if self.ordered_by == "magnitude":
-            return int(self.zeros_gone)
-        return -self.last if self.value_dtype.is_floating_point else torch.iinfo(self.key_dtype).min + 1
-
-    @cached_property
-    def _magnitude(self) -> int:
-        """Every bit but the sign."""
-        return torch.iinfo(self.key_dtype).max
-
-    @property
-    def has_nans(self) -> bool:
-        return self.value_dtype.is_floating_point
-
-    @cached_property
-    def num_bits(self) -> int:
-        """How many bits unsigned keys have, those of NaNs included."""
-        most = self._magnitude if self.ordered_by == "magnitude" else self.last + self.value_dtype.is_floating_point
-        return (most - self.gone).bit_length()
+            first = int(self.zeros_gone)
+        else:
+            most, first = last + has_nans, -last if has_nans else torch.iinfo(key_dtype).min + 1
+        num_bits = (most - (first - 1)).bit_length()
+        derived = {"has_nans": has_nans, "key_dtype": key_dtype, "last": last, "first": first, "gone": first - 1}
+        vars(self).update(derived, num_bits=num_bits)
 
     def unsigned(self, keys: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.unsignedinteger]:
         """Return ``keys``, on the host, as unsigned numbers, of which what is gone has 0: new, or a view."""
-        found = keys.view(f"u{keys.itemsize}")
-        return found - found.dtype.type(self.gone % (1 << 8 * keys.itemsize)) if self.gone else found
-
-    @property
-    def gone(self) -> int:
-        """The key of what was pruned before."""
-        return self.first - 1
+        numbers = keys.view(f"u{keys.itemsize}")
+        return numbers - numbers.dtype.type(self.gone % (1 << 8 * keys.itemsize)) if self.gone else numbers
 
     def keys(self, values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the keys of ``values``: new, in ``out``, or integers as they are. A NaN's is above ``last``."""
         values = values.to(self.value_dtype)
-        if not self.value_dtype.is_floating_point:
+        if not self.has_nans:
             if on_host(values.device) and (not values.numel() or values.numpy().min() >= self.first):
                 return values  # as a rule: a copy would take longer
             return values.clamp(min=self.first)
-        magnitude, bits = self._magnitude, values.contiguous().view(self.key_dtype)
+        bits, magnitude = values.contiguous().view(self.key_dtype), torch.iinfo(self.key_dtype).max
         if self.ordered_by == "magnitude":
             if out is None:
                 return bits & magnitude
             out = out[: len(bits)]
             if on_host(bits.device):  # half of what torch takes
-                into: npt.NDArray[np.signedinteger] = out.numpy()
-                np.bitwise_and(bits.numpy(), into.dtype.type(magnitude), out=into)
+                np.bitwise_and(bits.numpy(), magnitude, out=out.numpy())
                 return out
             return torch.bitwise_and(bits, magnitude, out=out)
         # A negative float's bits count backwards: key = -(magnitude bits), which also makes -0.0 a 0.
         keys = torch.where(bits < 0, -(bits & magnitude), bits)
         return keys.masked_fill_(keys < self.first, self.last + 1)  # a NaN with a sign
 
-    def mask_of_bits(self, dtype: torch.dtype) -> np.signedinteger | None:
-        """Return what makes keys of the bits of values of ``dtype`` by ``&``; ``None``: nothing does."""
-        if self.ordered_by != "magnitude" or dtype != self.value_dtype:
-            return None
-        return self._mask_of_bits
-
-    @cached_property
-    def _mask_of_bits(self) -> np.signedinteger:
-        mask: np.signedinteger = np.dtype(f"i{self.key_dtype.itemsize}").type(self._magnitude)
-        return mask
+    def reads_bits(self, dtype: torch.dtype) -> bool:
+        """Whether the keys of values of ``dtype`` are their bits without the sign."""
+        return self.ordered_by == "magnitude" and dtype == self.value_dtype
 
     def values(self, keys: Sequence[int]) -> list[float] | list[int]:
         """Return the scores whose keys are ``keys``."""
-        if not self.value_dtype.is_floating_point:
+        if not self.has_nans:
             return [*keys]
         sizes = torch.tensor([*map(abs, keys)], dtype=self.key_dtype, device="cpu").view(self.value_dtype)
         return [-size if key < 0 else size for key, size in zip(keys, sizes.double().tolist(), strict=True)]
