@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -70,10 +69,6 @@ class Memory:
         self.num_left = _KEPT_BYTES
         self._arrays: dict[np.dtype[Any], Array] = {}
 
-    def shifted(self, numbers: Array, shift: int) -> Array:
-        """Return ``numbers >> shift``."""
-        return np.right_shift(numbers, shift, out=self.array(len(numbers), numbers.dtype))
-
     def array(self, num: int, dtype: npt.DTypeLike) -> Array:
         """Return ``num`` numbers, that were there before."""
         dtype = np.dtype(dtype)
@@ -89,6 +84,8 @@ class Pile:
     def __init__(self, order: Order, sources: Sequence[Source], memory: Memory) -> None:
         self.sources, self._order, self._memory = sources, order, memory
         self.competitions: IntArray = np.array([source.competition for source in sources])
+        first = int(self.competitions[0])
+        self._competition = first if (self.competitions == first).all() else None  # that of all, if it is one
         self._numels = [source.geometry.local_numel for source in sources]
         self._kept: tuple[IntArray, Array] | None = None  # offsets, and keys, or
         self._has_positions = False  # positions
@@ -121,27 +118,27 @@ class Pile:
 
     def _left(self, digit: Digit) -> Iterator[tuple[IntArray, Array]]:
         """Yield offsets and numbers of the elements that ``digit`` counts, part by part; set them aside if they fit."""
-        found: list[tuple[IntArray, Array]] | None = []
+        kept: list[tuple[IntArray, Array]] | None = []
         is_new = self._kept is None
         for first, numbers in self._read() if self._kept is None else [self._kept]:
             part = first, numbers
             if digit.keys is not None and not self._has_positions:
-                of = self._competitions(first, len(numbers))
-                at = np.flatnonzero(numbers == _taken(digit.keys, of))
+                keys = _taken(digit.keys, self._competitions(first, len(numbers)))
+                at = np.flatnonzero(numbers == keys)
                 offsets = first[at] if isinstance(first, np.ndarray) else at + first
                 part = offsets, self._positions(offsets)
             part = self._known(digit, *part)
-            if found is None:
+            if kept is None:
                 yield part
                 continue
-            found.append(part)
+            kept.append(part)
             self._memory.num_left -= part[0].nbytes + part[1].nbytes if is_new else 0
             if self._memory.num_left < 0:
-                self._memory.num_left += sum(each.nbytes for parts in found for each in parts)
-                yield from found
-                found = None
-        if found is not None:
-            self._kept = np.concatenate([at for at, _ in found]), np.concatenate([numbers for _, numbers in found])
+                self._memory.num_left += sum(array.nbytes for parts in kept for array in parts)
+                yield from kept
+                kept = None
+        if kept is not None:
+            self._kept = np.concatenate([at for at, _ in kept]), np.concatenate([numbers for _, numbers in kept])
             self._has_positions = digit.keys is not None
             yield self._kept
 
@@ -151,7 +148,8 @@ class Pile:
             assert isinstance(first, np.ndarray)
             return first, numbers
         known = _taken(digit.known, self._competitions(first, len(numbers)))
-        at = np.flatnonzero(self._memory.shifted(numbers, digit.shift + digit.width) == known)
+        memory = self._memory.array(len(numbers), numbers.dtype)
+        at = np.flatnonzero(np.right_shift(numbers, digit.shift + digit.width, out=memory) == known)
         return first[at] if isinstance(first, np.ndarray) else at + first, numbers[at]
 
     def _read(self) -> Iterator[tuple[int, Array]]:
@@ -168,18 +166,12 @@ class Pile:
             yield start, self._order.unsigned(keys)
             start += len(keys)
 
-    @cached_property
-    def _competition(self) -> int | None:
-        """That of all elements, if it is one."""
-        first = int(self.competitions[0])
-        return first if (self.competitions == first).all() else None
-
     def _competitions(self, first: IntArray | int, num: int) -> IntArray | int:
         """Return the competition of ``num`` elements from offset ``first`` on, or of those at some offsets."""
         if self._competition is not None:
             return self._competition
-        of: IntArray = np.repeat(self.competitions, self._numels)
-        return of[first] if isinstance(first, np.ndarray) else of[first : first + num]
+        by_element: IntArray = np.repeat(self.competitions, self._numels)
+        return by_element[first] if isinstance(first, np.ndarray) else by_element[first : first + num]
 
     def _positions(self, offsets: IntArray) -> Prefixes:
         """Return the positions of the elements at ``offsets``, which ascend."""
@@ -217,17 +209,17 @@ def piles_of(orders: Sequence[Order], sources: Sequence[Source]) -> list[Pile]:
 def joined_keys(order: Order, scores: Sequence[Keyed], numels: Sequence[int], out: Array) -> Array:
     """Return the keys of all of ``scores``, on the host, one after the other, in ``out``."""
     start = 0
-    for each, numel in zip(scores, numels, strict=True):
+    for source, numel in zip(scores, numels, strict=True):
         memory = out[start : start + numel]
-        for keys in each.keys(order, memory):
+        for keys in source.keys(order, memory):
             if keys is not memory:
                 out[start : start + len(keys)] = keys
             start += len(keys)
     return out
 
 
-def _taken(prefixes: Prefixes, of: IntArray | int) -> Any:
-    return int(prefixes[of]) if isinstance(of, int) else prefixes[of]
+def _taken(prefixes: Prefixes, competitions: IntArray | int) -> Any:
+    return int(prefixes[competitions]) if isinstance(competitions, int) else prefixes[competitions]
 
 
 def keep_above(keys: Any, key: int, edge: int, out: Any) -> None:

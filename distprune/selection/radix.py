@@ -13,6 +13,7 @@ is the digits of a number that are known.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -116,24 +117,26 @@ def select_lowest(
             )
     if not competitions:
         return Selection([], [])
-    orders, own = [each.order for each in competitions], _OwnElements(competitions, make_sources)
-    num_lowest = np.array([each.num_lowest for each in competitions], dtype=np.int64)
-    num_positions = np.array([each.num_positions for each in competitions], dtype=np.int64)
-    keys, left, num_ties = _narrowed(comm, own, max(order.num_bits for order in orders), num_lowest)
+    elements = _LocalElements(competitions, make_sources)
+    orders = [competition.order for competition in competitions]
+    num_lowest = np.array([competition.num_lowest for competition in competitions], dtype=np.int64)
+    num_positions = np.array([competition.num_positions for competition in competitions], dtype=np.int64)
+    keys, left, num_ties = _narrowed(comm, elements, max(order.num_bits for order in orders), num_lowest)
     is_new = (num_lowest > 0) & (keys > 0)  # the least key is that of what is gone
     last = num_positions.copy()
     broken = is_new & (left < num_ties)  # some of the ties are pruned, and others stay
     if broken.any():
-        own.which = broken
-        positions, _, _ = _narrowed(comm, own, (int(num_positions.max()) - 1).bit_length(), left, keys)
+        elements.which = broken
+        positions, _, _ = _narrowed(comm, elements, (int(num_positions.max()) - 1).bit_length(), left, keys)
         last[broken] = positions[broken]
     signed = [order.gone + (int(key) if new else 0) for order, key, new in zip(orders, keys, is_new, strict=True)]
-    found = [LastPruned(*of) for of in zip(orders, signed, last.tolist(), own.have_gone.tolist(), strict=True)]
-    return Selection(_thresholds(found, is_new), found)
+    facts = zip(orders, signed, last.tolist(), elements.have_gone.tolist(), strict=True)
+    last_pruned = [LastPruned(*fact) for fact in facts]
+    return Selection(_thresholds(last_pruned, is_new), last_pruned)
 
 
 def _narrowed(
-    comm: Communicator, own: _OwnElements, num_bits: int, left: IntArray, keys: Prefixes | None = None
+    comm: Communicator, elements: _LocalElements, num_bits: int, left: IntArray, keys: Prefixes | None = None
 ) -> tuple[Prefixes, IntArray, IntArray]:
     """Return of each competition the number of its ``left``-th element: its key, or its position among some ``keys``.
 
@@ -143,10 +146,10 @@ def _narrowed(
     num_within = left
     for shift, width in _digits(num_bits, num):
         digit = Digit(shift, width, known, keys)
-        bins = sum_together(comm, (num, 1 << width), partial(own.count, digit)).numpy()
+        bins = sum_together(comm, (num, 1 << width), partial(elements.count, digit)).numpy()
         if known is None and keys is None:
-            _check(comm, own, bins, shift)
-            own.have_gone = bins[:, 0] > 0
+            _check(comm, elements, bins, shift)
+            elements.have_gone = bins[:, 0] > 0
         passed = np.cumsum(bins, axis=1)
         place = np.minimum((passed < left[:, None]).sum(1), bins.shape[1] - 1)[:, None]
         num_within = np.take_along_axis(bins, place, 1)[:, 0]
@@ -176,7 +179,7 @@ def _thresholds(last: Sequence[LastPruned], is_new: npt.NDArray[np.bool_]) -> li
     return thresholds
 
 
-class _OwnElements:
+class _LocalElements:
     """What this rank counts: of replicas, those that it owns. Its methods run within a round."""
 
     def __init__(self, competitions: Sequence[Competition], make_sources: Callable[[], Sequence[Source]]) -> None:
@@ -189,7 +192,7 @@ class _OwnElements:
         """Add the counts of ``digit`` to ``message`` (competitions, 2**width)."""
         if self._piles is None:
             owned = [source for source in self._make_sources() if source.owned and source.geometry.local_numel]
-            self._piles = piles_of([each.order for each in self.competitions], owned)
+            self._piles = piles_of([competition.order for competition in self.competitions], owned)
         for pile in self._piles:
             if self.which[pile.competitions].any():
                 pile.count(digit, message.numpy())
@@ -199,25 +202,25 @@ class _OwnElements:
         return {name: num for pile in self._piles or () for name, num in pile.num_nans().items()}
 
 
-def _check(comm: Communicator, own: _OwnElements, bins: IntArray, shift: int) -> None:
+def _check(comm: Communicator, elements: _LocalElements, bins: IntArray, shift: int) -> None:
     """Raise, on every rank alike, if the elements of the competitions are not as was said, given their first counts.
 
     Every rank must call it: one round if some may be NaN.
     """
     may_have_nans = False
-    for competition, of_bins, num in zip(own.competitions, bins, bins.sum(1).tolist(), strict=True):
+    for competition, digits, num in zip(elements.competitions, bins, bins.sum(1).tolist(), strict=True):
         if num != competition.num_positions:
             raise ValueError(
                 f"{competition.name}: other elements compete than the {competition.num_positions} that were announced; "
                 "every element must be owned by exactly one rank"
             )
         order = competition.order
-        may_have_nans |= order.has_nans and bool(of_bins[order.last - order.gone >> shift :].any())
+        may_have_nans |= order.has_nans and bool(digits[order.last - order.gone >> shift :].any())
     if may_have_nans:
         num_nans: dict[str, int] = {}
 
         def count(words: torch.Tensor) -> None:
-            num_nans.update(own.num_nans())
+            num_nans.update(elements.num_nans())
             words[0] = sum(num_nans.values())
 
         if sum_together(comm, (1,), count)[0]:
@@ -229,9 +232,8 @@ def raise_nans(comm: Communicator, num_nans: Mapping[str, int]) -> NoReturn:
 
     Every rank must call it: two rounds.
     """
-    found: dict[str, int] = {}
-    for by_name in comm.gather({name: num for name, num in num_nans.items() if num}):
-        for name, num in by_name.items():
-            found[name] = found.get(name, 0) + num
-    shown = ", ".join(f"{name!r} ({num})" for name, num in sorted(found.items()))
+    total = Counter[str]()
+    for local in comm.gather(+Counter(num_nans)):
+        total.update(local)
+    shown = ", ".join(f"{name!r} ({num})" for name, num in sorted(total.items()))
     raise ValueError(f"scores are NaN in {shown}; NaN has no place in the order, mend the values first")
