@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from distprune.collectives.agree import told_by_all
 from distprune.collectives.base import Communicator, out_of_step
 from distprune.collectives.tensors import gather_features
-from distprune.models.linear_layers import expert_weights
+from distprune.models.matrices import expert_weights
 from distprune.shards.fsdp2 import Fsdp2Params
 from distprune.shards.layouts import local_of
 

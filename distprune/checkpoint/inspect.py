@@ -17,7 +17,7 @@ from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry, open_dir
 from distprune.checkpoint.stored_parameters import find_stored
 from distprune.checkpoint.stored_slices import Progress, Slices, stored_slices
 from distprune.formatting import count, one_line, share, worst, zeros
-from distprune.models.linear_layers import matrix_of_weight
+from distprune.models.matrices import matrix_of_weight
 from distprune.shards.layouts import local_shard
 from distprune.totals import Totals
 

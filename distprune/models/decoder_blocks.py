@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -22,32 +21,30 @@ def decoder_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     Raises:
         ValueError: there is no such list.
     """
-    found = _lists(model)
-    if not found:
+    lists = _lists(model)
+    if not lists:
         raise ValueError(
             f"no decoder blocks in {type(model).__name__}: looked for a torch.nn.ModuleList (or a ModuleDict with "
             "numbered keys) whose entries have child modules of their own"
         )
-    of_text = _of_text(model, found)
-    prefix = max(of_text, key=lambda name: _num_weights(of_text[name]))  # of equals the first
-    return [(f"{prefix}.{key}" if prefix else key, block) for key, block in found[prefix].named_children()]
+    prefix = next(iter(lists))
+    return [(f"{prefix}.{key}" if prefix else key, block) for key, block in lists[prefix].named_children()]
 
 
 def warn_of_other_blocks(model: nn.Module) -> None:
     """Warn that other lists of blocks, such as a second tower, are left as they are. Local."""
     if others := other_blocks(model):
-        chosen = decoder_blocks(model)[0][0].rpartition(".")[0]
         warnings.warn(
-            f"only the blocks of {chosen!r} are pruned; those of {', '.join(map(repr, others))} are left as they are: "
-            "name what is to be pruned in prune_model(include=...)",
+            f"only the blocks of {next(iter(_lists(model)))!r} are pruned; those of {', '.join(map(repr, others))} are "
+            "left as they are: name what is to be pruned in prune_model(include=...)",
             stacklevel=2,
         )
 
 
 def other_blocks(model: nn.Module) -> list[str]:
     """Return the names of the other lists of blocks that hold weights, such as a second tower. Local."""
-    chosen = decoder_blocks(model)[0][0].rpartition(".")[0]
-    return [name for name, blocks in _lists(model).items() if name != chosen and _num_weights(blocks)]
+    _, *others = _lists(model).items()
+    return [name for name, blocks in others if _num_weights(blocks)]
 
 
 def check_one_stack(model: nn.Module) -> None:
@@ -58,53 +55,53 @@ def check_one_stack(model: nn.Module) -> None:
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return
-    blocks = decoder_blocks(model)
-    kinds = {type(block) for _, block in blocks}
-    alike = [name for name in other_blocks(model) if kinds & set(map(type, _lists(model)[name].children()))]
+    lists = _lists(model)
+    chosen = next(iter(lists))
+    kinds = {type(block) for block in lists[chosen].children()}
+    alike = [name for name in other_blocks(model) if kinds & set(map(type, lists[name].children()))]
     if alike:
         raise NotImplementedError(
-            f"{', '.join(map(repr, alike))} hold blocks of the same kind as {blocks[0][0].rpartition('.')[0]!r}: "
+            f"{', '.join(map(repr, alike))} hold blocks of the same kind as {chosen!r}: "
             "hidden states go through several lists, which a walk through one of them cannot follow; "
             "prune_model(include=...) prunes by the weights alone"
         )
 
 
 def _lists(model: nn.Module) -> dict[str, _List]:
-    """Return the outermost lists of blocks, by name."""
-    found: dict[str, _List] = {}
+    """Return the outermost lists of blocks by name: first the decoder's."""
+    lists: dict[str, _List] = {}
     for name, module in model.named_modules():
-        if not isinstance(module, _List) or any(name.startswith(f"{outer}." if outer else "") for outer in found):
+        if not isinstance(module, _List) or any(name.startswith(f"{outer}." if outer else "") for outer in lists):
             continue
         keys = [key for key, _ in module.named_children()]
         if keys and all(key[-1:].isdigit() and any(module.get_submodule(key).children()) for key in keys):
-            found[name] = module
-    return found
+            lists[name] = module
+    if len(lists) < 2:
+        return lists
+    of_text = [name for name in lists if _reads_text(model, name)] or [*lists]
+    chosen = max(of_text, key=lambda name: _num_weights(lists[name]))  # of equals the first
+    return {chosen: lists[chosen], **lists}
 
 
 def _num_weights(blocks: _List) -> int:
     return sum(parameter.numel() for parameter in blocks.parameters() if parameter.ndim > 1)
 
 
-def _of_text(model: nn.Module, lists: Mapping[str, _List]) -> Mapping[str, _List]:
-    """Return those of ``lists`` that stand in the model of text, as a configuration of transformers says; or all."""
+def _reads_text(model: nn.Module, name: str) -> bool:
+    """Return whether the innermost module around ``name`` that has a configuration is the model of text, as the
+    configuration of transformers says.
+    """
     config: Any = getattr(model, "config", None)
-    if not hasattr(config, "get_text_config"):
-        return lists
     try:
         kind = config.get_text_config(decoder=True).model_type
-    except ValueError:  # it has several
-        return lists
-    return {name: blocks for name, blocks in lists.items() if _kind(model, name) == kind} or lists
-
-
-def _kind(model: nn.Module, name: str) -> str | None:
-    """Return the model type of the innermost module around ``name`` that has a configuration."""
+    except (AttributeError, ValueError):  # it is none of transformers, or has several
+        return True
     while name:
         name = name.rpartition(".")[0]
         config = getattr(model.get_submodule(name), "config", None)
         if config is not None:
-            return getattr(config, "model_type", None)
-    return None
+            return bool(getattr(config, "model_type", None) == kind)
+    return False
 
 
 def text_config(model: nn.Module) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.models.linear_layers import expert_arguments, expert_weights, matrix_of_weight
+from distprune.models.matrices import expert_arguments, expert_weights, matrix_of_weight
 
 _ROUTED = ("top_k_index", "router_indices")
 _KNOWN = ({"hidden_states"}, {"inputs", "expert_size"}, {"hidden_states", "gammas"})

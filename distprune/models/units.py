@@ -23,7 +23,8 @@ import torch
 from torch import nn
 
 from distprune.models.decoder_blocks import decoder_blocks
-from distprune.models.linear_layers import LinearLayer, expert_weights, find_routers, linear_layers
+from distprune.models.linear_layers import LinearLayer, linear_layers
+from distprune.models.matrices import expert_weights, find_routers
 
 UnitKind = Literal["mlp", "heads", "kv_groups", "experts"]
 UNIT_KINDS: tuple[UnitKind, ...] = ("mlp", "heads", "kv_groups", "experts")

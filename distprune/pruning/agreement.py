@@ -18,7 +18,7 @@ from distprune.collectives.roster import Member, Roster, roster_of_all, roster_o
 from distprune.hints import near_names
 from distprune.kernels.available import has_kernels
 from distprune.models.find_shards import Found, NamePattern, find_shards
-from distprune.models.linear_layers import matrix_of_weight
+from distprune.models.matrices import matrix_of_weight
 from distprune.patterns.base import Choice, InPlace, Pattern, Ranked
 from distprune.scores.as_score import Magnitude
 from distprune.scores.base import Evidence, Score, count_unread_nans

@@ -18,7 +18,7 @@ from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import Group, communicator
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.experts import expert_inputs, expert_matrix
-from distprune.models.linear_layers import expert_weights
+from distprune.models.matrices import expert_weights
 from distprune.models.units import Units, find_all_units
 from distprune.oneshot.plan import blocks_to_walk, check_samples
 from distprune.removal.plan import Kept

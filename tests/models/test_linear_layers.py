@@ -74,14 +74,14 @@ def test_why_others_stay_dense() -> None:
     block.scale = nn.Linear(8, 1)
     block.conv = nn.Conv1d(8, 8, 3)
     block.own = nn.Parameter(torch.ones(5, 8))
-    block.times = nn.Parameter(torch.ones(1, 1, 8))
+    block.in_proj_weight = nn.Parameter(torch.ones(5, 8))
     block.grouped = nn.Linear(8, 8)
     block.grouped.n_groups = 2  # type: ignore[assignment]
     block.adapted = nn.ModuleDict({"base_layer": nn.Linear(8, 8), "lora_A": nn.Linear(8, 2)})
-    unknown = "not the weight of a linear layer that this library knows"
+    beside = "kept beside layers, no weight by its name"
     assert dense_weights(block) == {
-        "own": unknown,
-        "times": "a vector",
+        "own": beside,
+        "in_proj_weight": "not the weight of a linear layer that this library knows",
         "grouped.weight": "a linear layer in groups, each with inputs of its own",
         "gate.weight": "a router",
         "scale.weight": "a gate: it has one output",

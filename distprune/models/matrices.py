@@ -1,0 +1,155 @@
+"""Which parameters of a module are matrices that it multiplies by, and which modules choose among experts. Local.
+
+Read off the modules: an ``nn.Linear``, transformers' ``Conv1D`` (GPT-2), whose weight is kept as (in, out), and 3-D
+weights into which transformers 5 puts all experts of a block. No table of architectures.
+
+Two rules, both by structure, say which matrices choose the expert of a token. A matrix with one output is a gate
+(``shared_expert_gate`` of Qwen2-MoE), with nothing to compete with. And a module that stands beside the experts and
+holds one matrix alone, with as many outputs as there are experts, is their router (``gate``, ``router``, ``gate.wg``).
+The routers of most models in transformers 5 (Mixtral, Qwen2-MoE) keep a bare parameter.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from distprune.shards.matrix import Matrix
+
+# What transformers 5 calls the weights of its experts modules, in the order in which they are applied.
+_EXPERT_WEIGHTS = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"), ("gate_proj", "up_proj", "down_proj"))
+_MATRIX_OF_EXPERTS = ("inputs", "expert_size")  # how JetMoe calls a module of one matrix an expert
+# Under these names wrappers hold what they wrap: FSDP1, activation checkpointing, torch.compile.
+_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
+
+Shapes = Mapping[str, Sequence[int]]  # of a module's own parameters, global, by name
+
+
+def shapes_of(module: nn.Module) -> Shapes:
+    """Return the shapes of a module's own parameters as they are there: those of FSDP1 are flat."""
+    return {name: tuple(parameter.shape) for name, parameter in module._parameters.items() if parameter is not None}
+
+
+def matrix_of_weight(
+    module: nn.Module, name: str, shape: Sequence[int], full_name: str, shapes: Shapes | None = None
+) -> Matrix:
+    """Return how parameter ``name`` of ``module``, of the global ``shape``, is a matrix. Local.
+
+    ``shapes``: of all parameters of ``module``, if not as they are there.
+
+    Raises:
+        ValueError: it has fewer than two dims; ``full_name`` names it.
+        NotImplementedError: its input dims are not known.
+    """
+    if len(shape) < 2:
+        raise ValueError(f"{full_name!r} of shape {tuple(shape)} is no matrix: a pattern needs rows and columns")
+    if is_conv1d(module) and len(shape) == 2:
+        return Matrix(shape[1], shape[0], transposed=True)
+    if len(shape) == 3 and name in expert_weights(module, shapes):
+        # Experts that are given nothing but their tokens, in order (Llama 4), multiply by the weights as they are.
+        is_ordered = expert_arguments(module) == ("hidden_states",)
+        transposed = bool(getattr(module, "is_transposed", is_ordered))
+        num_out, num_in = (shape[2], shape[1]) if transposed else (shape[1], shape[2])
+        return Matrix(num_out, num_in, transposed, shape[0])
+    known = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Bilinear)
+    if len(shape) > 2 and not known:
+        raise NotImplementedError(
+            f"the input dims of {full_name!r}, of shape {tuple(shape)} in a {type(module).__name__}, are not known; "
+            "leave it out, or prune it without a pattern"
+        )
+    return Matrix.of_shape(shape)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Return whether ``module`` is transformers' ``Conv1D`` (GPT-2), whose weight is kept as (in, out)."""
+    transformers = sys.modules.get("transformers.pytorch_utils")  # a Conv1D exists only if that was imported
+    return transformers is not None and isinstance(module, transformers.Conv1D)
+
+
+def expert_weights(module: nn.Module, shapes: Shapes | None = None) -> tuple[str, ...]:
+    """Return the names of the 3-D weights in which ``module`` holds all experts of a block, as transformers 5 does.
+
+    In the order in which they are applied; none if it holds no experts. ``shapes`` as in :func:`matrix_of_weight`.
+    """
+    shapes = shapes_of(module) if shapes is None else shapes
+    names = {name.removesuffix("_orig") for name, shape in shapes.items() if len(shape) == 3}
+    if names == {"weight"} and expert_arguments(module) == _MATRIX_OF_EXPERTS:
+        return ("weight",)
+    return next((known for known in _EXPERT_WEIGHTS if names == {*known}), ())
+
+
+def expert_arguments(module: nn.Module) -> tuple[str, ...]:
+    """Return what the arguments of ``module``'s forward are called."""
+    return tuple(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def matrices_of(module: nn.Module, shapes: Shapes) -> dict[str, Matrix]:
+    """Return what ``module`` itself multiplies by, by the parameter's name: one weight, or those of all experts."""
+    names = ("weight",) if is_linear(module) else expert_weights(module, shapes)
+    return {name: matrix_of_weight(module, name, shapes[name], name, shapes) for name in shapes if name in names}
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether all inputs of ``module`` are multiplied by its one weight."""
+    return (isinstance(module, nn.Linear) and getattr(module, "n_groups", 1) == 1) or is_conv1d(module)
+
+
+def is_gate(module: nn.Module, shape: Sequence[int]) -> bool:
+    """Return whether ``module``, with a weight of ``shape``, is a linear layer with one output. Local."""
+    return is_linear(module) and shape[is_conv1d(module)] == 1
+
+
+def without_wrappers(name: str) -> str:
+    """Return the path ``name`` as it is in the bare model."""
+    return ".".join([part for part in name.split(".") if part not in _WRAPPERS])
+
+
+def find_routers(
+    root: nn.Module, shapes: Mapping[nn.Module, Shapes] | None = None, *, only_named: bool = False
+) -> tuple[set[nn.Module], set[nn.Module]]:
+    """Return the modules whose one matrix, or bare parameter, chooses among experts, and what those are made of.
+
+    ``shapes``: of the modules in ``root``, if not as they are there. ``only_named``: a list of modules holds experts if
+    it is called so.
+    """
+    shapes = {module: shapes_of(module) for module in root.modules()} if shapes is None else shapes
+    routers: set[nn.Module] = set()
+    experts: set[nn.Module] = set()
+    children: defaultdict[str, dict[str, nn.Module]] = defaultdict(dict)  # by the path of their parent
+    for path, module in root.named_modules():
+        parent, _, name = without_wrappers(path).rpartition(".")
+        if name:
+            children[parent][name] = module  # what is wrapped comes after its wrapper
+    for siblings in children.values():
+        for name, holder in siblings.items() if len(siblings) > 1 else ():
+            if only_named and isinstance(holder, nn.ModuleList) and "expert" not in name:
+                continue
+            num_experts = _num_experts(holder, shapes)
+            for sibling in siblings.values() if num_experts > 1 else ():
+                router, num_out = _only_matrix(sibling, shapes)
+                if num_out == num_experts:
+                    routers.add(router)
+                    experts.update(holder.modules())
+    return routers, experts
+
+
+def _num_experts(module: nn.Module, shapes: Mapping[nn.Module, Shapes]) -> int:
+    """Return how many experts ``module`` holds, in 3-D weights or as a list of modules; below 2: it holds none."""
+    if isinstance(module, nn.ModuleList):
+        are_experts = all(any(matrices_of(part, shapes[part]) for part in entry.modules()) for entry in module)
+        return len(module) if are_experts else 0
+    return max((matrix.num_matrices for matrix in matrices_of(module, shapes[module]).values()), default=0)
+
+
+def _only_matrix(module: nn.Module, shapes: Mapping[nn.Module, Shapes]) -> tuple[nn.Module, int]:
+    """Return where the only matrix in ``module`` is, and its number of outputs; 0: there is none, or several."""
+    held = [(part, matrix) for part in module.modules() for matrix in matrices_of(part, shapes[part]).values()]
+    if not held:  # a bare parameter
+        held = [(module, Matrix.of_shape(shape)) for shape in shapes[module].values() if len(shape) == 2]
+    if len(held) != 1 or held[0][1].num_matrices > 1:
+        return module, 0
+    return held[0][0], held[0][1].num_out

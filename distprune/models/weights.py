@@ -1,0 +1,181 @@
+"""Which parameters of a model are weights: what is pruned by default.
+
+A *weight* has two dims or more, and its module multiplies inputs by it. So these are none: embeddings, the gains of
+norms, adapters (``lora_*``; what they adapt is one), routers among experts and, in a decoder block, gates with one
+output (see ``matrices``): they are a few thousand weights, and an error picks a wrong expert. Nor is what a
+parametrization computes a weight from, or what a module keeps beside its layers, such as Mamba's ``A_log`` and tables
+of relative positions. The last are told by where they stand: a parameter of a module that holds layers is a weight only
+if its name says so (``in_proj_weight``), one of a module without any is, unless its name says that it is a bias, a
+table or an embedding.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from distprune.models.matrices import Shapes, find_routers, is_gate, without_wrappers
+from distprune.shards.layouts import find_flat_parts
+from distprune.shards.local_shard import LocalShard
+
+Key = tuple[nn.Module, str]  # a module, and the name of a parameter in it
+# A parameter, or FSDP1's part of one: compared by identity, so that tied weights are one.
+Held = torch.Tensor | LocalShard
+
+_TABLES = re.compile(r"bias|biases|table|tables")
+_WEIGHTS = re.compile(r"weights?|kernels?|proj|projections?|[wv][a-z]?")
+_EMBEDDINGS = re.compile(r"embed|embeds|embeddings?|pos|positions?|tokens?")
+_ORIGINALS = ("original", "original0", "original1")
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The parameters of a model, each with its names and its places: modules, and the attribute in each.
+
+    ``by_module``: those of each module itself, by attribute. Attributes are called as before FSDP1 or a mask, and what
+    wraps a module is left out of names.
+    """
+
+    names: dict[Held, list[str]]
+    places: dict[Held, list[Key]]
+    by_module: dict[nn.Module, dict[str, Held]]
+
+
+def list_parameters(model: nn.Module) -> Parameters:
+    """Return the parameters of ``model``. Flat ones of FSDP1 are resharded first. Local.
+
+    Raises:
+        ValueError: one has no shape yet (lazy).
+    """
+    parameters, flat_parts = Parameters({}, {}, {}), find_flat_parts(model)
+    for path, module in model.named_modules(remove_duplicate=False):
+        is_new = module not in parameters.by_module
+        if is_new:
+            here: dict[str, Held] = {}
+            for name, parameter in module._parameters.items():
+                if parameter is not None and name != "_flat_param":
+                    bare = name.removesuffix("_orig")
+                    here[bare if f"{bare}_mask" in module._buffers else name] = parameter
+            here.update(flat_parts.get(id(module), {}))
+            parameters.by_module[module] = here
+        for attribute, held in parameters.by_module[module].items():
+            name = without_wrappers(f"{path}.{attribute}" if path else attribute)
+            if not isinstance(held, LocalShard) and is_lazy(held):
+                raise ValueError(f"{name!r} of a {type(module).__name__} has no shape yet: run a forward first")
+            parameters.names.setdefault(held, []).append(name)
+            if is_new:
+                parameters.places.setdefault(held, []).append((module, attribute))
+    return parameters
+
+
+def why_no_weights(
+    roots: Sequence[nn.Module],
+    parameters: Parameters,
+    computed: Container[Key],
+    *,
+    is_block: bool = False,
+    is_named: bool = False,
+) -> dict[Held, str]:
+    """Return why parameters of two dims or more inside of ``roots`` are no weights; empty of those that are. Local.
+
+    ``computed``: those from which a parametrization computes a weight.
+    ``is_block``: roots are decoder blocks, in which any list of layers may be experts, and one output makes a gate.
+    ``is_named``: a user names them, who means adapters and what is under parametrizations, too.
+    """
+    reasons: dict[Held, str] = {}
+    for root in roots:
+        shapes = {
+            module: {name: held.shape for name, held in parameters.by_module.get(module, {}).items()}
+            for module in root.modules()
+        }
+        routers = find_routers(root, shapes, only_named=not is_block)[0]
+        for path, module in root.named_modules():
+            for name, held in parameters.by_module.get(module, {}).items():
+                if len(held.shape) < 2:
+                    continue
+                if (module, name) in computed:
+                    reason = "under a parametrization"
+                elif not is_named and ".lora_" in f".{path}.{name}":  # as PEFT names them
+                    reason = "an adapter"
+                elif module in routers:
+                    reason = "a router"
+                elif is_block and is_gate(module, held.shape):
+                    reason = "a gate: it has one output"
+                else:
+                    reason = _reason(module, name, shapes)
+                reasons[held] = reason and reasons.get(held, reason)  # a tied one is a weight if it is one anywhere
+    return reasons
+
+
+def _reason(module: nn.Module, name: str, shapes: Mapping[nn.Module, Shapes]) -> str:
+    """Return why a parameter is no weight, by its module and its name there."""
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return "an embedding"
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
+        return "the gain of a norm"
+    words = re.split(r"[_\d]+", name.lower())
+    if any(map(_TABLES.fullmatch, words)):
+        return "a bias or a table"
+    if any(map(_WEIGHTS.fullmatch, words)):
+        return ""
+    if any(map(_EMBEDDINGS.fullmatch, words)):
+        return "an embedding"
+    holds_layers = any(shapes[layer] for layer in module.modules() if layer is not module)
+    return "kept beside layers, no weight by its name" if holds_layers else ""
+
+
+def parametrized(model: nn.Module) -> dict[Key, nn.Module | WeightNorm | SpectralNorm]:
+    """Return by what the weights are computed of which these are parameters: the module or hook. Local."""
+    computed: dict[Key, nn.Module | WeightNorm | SpectralNorm] = {}
+    for module in model.modules():
+        if isinstance(module, ParametrizationList):
+            inside = [(layer, name) for layer in module.modules() for name in layer._parameters]
+            computed.update(dict.fromkeys(inside, module))
+            computed.update({(module, name): module for name in _ORIGINALS})  # FSDP1 may have taken them away
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, WeightNorm | SpectralNorm):
+                computed.update({(module, f"{hook.name}_{end}"): hook for end in ("g", "v", "orig")})
+    return computed
+
+
+def check_keeps_zeros(
+    by: nn.Module | WeightNorm | SpectralNorm, name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Check that a weight computed ``by`` this from the parameter ``name`` is zero wherever that is. Local.
+
+    Raises:
+        ValueError: it is zero elsewhere, or may become NaN.
+    """
+    if isinstance(by, SpectralNorm) or (isinstance(by, ParametrizationList) and _keeps_zeros(by, name, shape, dtype)):
+        return
+    kinds = ", ".join(type(step).__name__.strip("_") for step in by) if isinstance(by, ParametrizationList) else ""
+    raise ValueError(
+        f"{name!r} is under a parametrization ({kinds or type(by).__name__}), and the weight computed from it is not "
+        "zero where it is, or NaN; take that away first (torch.nn.utils.parametrize.remove_parametrizations, or "
+        "remove_weight_norm), or leave it out with exclude"
+    )
+
+
+@torch.no_grad()
+def _keeps_zeros(by: ParametrizationList, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Return whether a sample of this shape has kept its zeros, and is finite, after what ``by`` does. Local."""
+    if name.rpartition(".")[2] != "original":
+        return False  # one of several, or of a parametrization's own
+    generator = torch.Generator().manual_seed(0)
+    draw = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu").sub_(0.5)
+    value = sample = draw.where(draw > -0.25, 0).to(dtype)
+    try:
+        for step in by:
+            value = copy.deepcopy(step).cpu().eval()(value)
+    except Exception:  # a user's, or sharded itself: unknown
+        return False
+    return value.shape == sample.shape and bool(value.isfinite().all()) and not bool(value[sample == 0].any())
