@@ -21,7 +21,7 @@ from distprune import prune_model
 from distprune.checkpoint.hf_directory import open_directory
 from distprune.checkpoint.hf_load import load_model
 from distprune.checkpoint.hf_save import save_model
-from distprune.checkpoint.output_directory import writing
+from distprune.checkpoint.outputs import writing
 from distprune.collectives.communicator import communicator
 from launch.demo_inputs import demo_model
 

@@ -6,8 +6,9 @@ import io
 from pathlib import Path
 from typing import Any
 
-from distprune.checkpoint.new_file import check_file, writing_file
 from distprune.checkpoint.optional_packages import import_extra
+from distprune.checkpoint.outputs import writing_file
+from distprune.checkpoint.replaceable import check_file
 from distprune.collectives.communicator import Alone
 
 _DOTS_PER_INCH = 150

@@ -7,8 +7,6 @@ of. So every rank syncs what it has written.
 from __future__ import annotations
 
 import os
-import re
-import secrets
 from pathlib import Path
 
 
@@ -21,34 +19,9 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
-def partial_of(path: Path, token: str = "") -> Path:
-    """Return where ``path`` is written before it is whole; ``token``: what makes the name new. Local."""
-    return path.with_name(f".{path.name}.partial-{token or secrets.token_hex(4)}")
-
-
-def whole_name(name: str) -> str | None:
-    """Return the name of what a killed process has left in part, under a name of :func:`partial_of`. Local."""
-    found = re.fullmatch(r"\.(.+)\.partial-[0-9a-f]{8}", name)
-    return found and found[1]
-
-
-def put_in_place(partial: Path, path: Path, *, overwrite: bool) -> None:
-    """Rename the file ``partial`` to ``path``, in one step, and over a file that is there only to ``overwrite``. Local.
-
-    Raises:
-        FileExistsError: something is there, and ``overwrite`` is off.
-    """
-    if overwrite:
-        partial.replace(path)
-        return
-    try:
-        os.link(partial, path)
-    except OSError as error:
-        if os.path.lexists(path):
-            raise FileExistsError(f"{path} has been written by someone else meanwhile") from error
-        partial.rename(path)  # on a file system without hard links
-    else:
-        partial.unlink()
+def partial_of(path: Path) -> Path:
+    """Return where the file or directory ``path`` is written before it is whole. Local."""
+    return path.with_name(f".{path.name}.partial-distprune")
 
 
 def write_whole(path: Path, content: bytes, *, sync: bool = True) -> None:
@@ -60,7 +33,7 @@ def write_whole(path: Path, content: bytes, *, sync: bool = True) -> None:
         OSError: the disk is full or not writable.
     """
     beside = partial_of(path)
-    beside.touch(exist_ok=False)  # where nothing may be, not even a link
+    beside.unlink(missing_ok=True)  # what a killed job has left, or a link
     try:
         beside.write_bytes(content)
         if sync:

@@ -121,7 +121,7 @@ def open_directory(path: str | Path) -> HfDirectory:
     has_index, has_single = ((folder / name).is_file() for name in (INDEX_NAME, SINGLE_NAME))
     if not has_index and not has_single:
         raise FileNotFoundError(f"{folder} holds no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there")
-    weight_map, metadata = _read_index(folder / INDEX_NAME) if has_index else ({}, {})
+    weight_map, metadata = read_index(folder / INDEX_NAME) if has_index else ({}, {})
     names = dict.fromkeys(weight_map.values()) if has_index else [SINGLE_NAME]
     if has_single and SINGLE_NAME not in names:
         raise ValueError(f"{folder} holds two models, {SINGLE_NAME} and that of {INDEX_NAME}; remove one")
@@ -195,7 +195,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
+def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return which weight file every tensor is in, and the metadata, of the index ``path``. Local.
+
+    Raises:
+        ValueError: it is no index, or names what is no safetensors file beside it.
+    """
     index = read_json(path)
     weight_map, metadata = index.get("weight_map"), index.get("metadata") or {}
     is_map = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())

@@ -17,8 +17,8 @@ from distprune.checkpoint.disk import sync_file
 from distprune.checkpoint.hf_directory import HfDirectory, WeightFile
 from distprune.checkpoint.hub import resolve_model
 from distprune.checkpoint.optional_packages import import_extra
-from distprune.checkpoint.output_directory import writing
 from distprune.checkpoint.output_files import allocate_directory, planned
+from distprune.checkpoint.outputs import writing
 from distprune.checkpoint.sharded_file import write_shards
 from distprune.checkpoint.shared_reading import open_together
 from distprune.checkpoint.source_tensors import SourceTensor, output_of

@@ -10,8 +10,8 @@ import torch
 
 from distprune.checkpoint.disk import sync_file
 from distprune.checkpoint.hf_directory import WeightFile
-from distprune.checkpoint.new_file import writing_file
 from distprune.checkpoint.output_files import header_of, planned
+from distprune.checkpoint.outputs import writing_file
 from distprune.checkpoint.sharded_file import write_shards
 from distprune.checkpoint.stored_slices import fill_shards
 from distprune.collectives.agree import together

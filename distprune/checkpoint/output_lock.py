@@ -2,7 +2,7 @@
 
 While a job runs it holds a lock on a hidden file beside its output, ``.NAME.lock``, in which its process,
 host and start stand. The system lets go of the lock when the process ends, on whatever host. Whoever holds
-it may remove what others have left: ``.NAME.partial-XXXXXXXX``, and ``.NAME.replaced-XXXXXXXX``, which
+it may remove what others have left: what was written in part, and the directory that was replaced, which
 becomes the output again where the job was killed before its own took that place.
 """
 
@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
+from filelock import FileLock, Timeout
 
+from distprune.checkpoint.disk import partial_of
 from distprune.collectives.agree import together
 from distprune.collectives.base import Communicator
 
 _PATIENCE = 0.2  # seconds: the job before may just be removing its lock
+
+
+def replaced_of(path: Path) -> Path:
+    """Return where the directory ``path`` is while another one takes its place. Local."""
+    return path.with_name(f".{path.name}.replaced-distprune")
 
 
 @contextmanager
@@ -35,25 +40,23 @@ def locking(comm: Communicator, path: Path) -> Iterator[None]:
     Raises:
         OSError: on every rank: another job holds it, and the message says which; or its parent is not writable.
     """
-    with ExitStack() as at_end:  # does all that was asked of it, even if SIGTERM comes meanwhile
+    with ExitStack() as at_end:
         with together(comm):
             if comm.rank == 0:
-                held = _lock(path)
-                at_end.callback(_let_go, held)
-                at_end.callback(_tidy_quietly, path)
+                lock = _lock(path)
+                at_end.callback(_let_go, lock, path)
                 _tidy(path)
         yield
 
 
-def _lock(path: Path) -> BaseFileLock:
+def _lock(path: Path) -> FileLock:
     """Return the lock, which is held. Where a file system has no locks, filelock's file is there while it is held."""
     file = path.parent / f".{path.name}.lock"
-    lock: BaseFileLock = FileLock(file, timeout=_PATIENCE)
+    lock = FileLock(file, timeout=_PATIENCE)
     try:
         path.parent.mkdir(exist_ok=True)
         lock.acquire()
-        if not isinstance(lock, SoftFileLock):
-            file.write_text(f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        file.write_text(f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
     except OSError as error:
         if not isinstance(error, Timeout) or not os.path.lexists(file):
             raise PermissionError(f"the output cannot be written in {path.parent}: {error}") from error
@@ -67,31 +70,26 @@ def _lock(path: Path) -> BaseFileLock:
     return lock
 
 
-def _let_go(lock: BaseFileLock) -> None:
+def _let_go(lock: FileLock, path: Path) -> None:
     with suppress(Exception):  # the job is done
-        if not isinstance(lock, SoftFileLock):
-            os.unlink(lock.lock_file)  # still held: a job that has it open sees that, and makes a new one
+        _tidy(path)
+    with suppress(Exception):
+        os.unlink(lock.lock_file)  # still held: a job that has it open sees that, and makes a new one
     with suppress(Exception):  # the system lets go of it when the process ends
         lock.release()
 
 
-def _tidy_quietly(path: Path) -> None:
-    with suppress(Exception):  # the job is done
-        _tidy(path)
-
-
 def _tidy(path: Path) -> None:
-    for left in path.parent.iterdir():
-        match = re.fullmatch(rf"\.{re.escape(path.name)}\.(partial|replaced)-[0-9a-f]{{8}}", left.name)
-        if match and match[1] == "replaced" and not (path.is_file() or (path.exists() and any(path.iterdir()))):
-            left.rename(path)
-        elif match and (match[1] == "partial" or path.is_dir()):
-            remove_tree(left)
+    remove_tree(partial_of(path))
+    with suppress(OSError):  # the output has taken its place, or nothing was replaced
+        replaced_of(path).rename(path)
+    if path.is_dir():
+        remove_tree(replaced_of(path))
 
 
 def remove_tree(path: Path) -> None:
     """Remove what a job has made or replaced, and all in it, as far as that goes; no link is followed."""
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         with suppress(OSError):

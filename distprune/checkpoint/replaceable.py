@@ -1,14 +1,16 @@
-"""What an output may replace: an empty directory, or a model directory that holds a model's files alone."""
+"""What an output may replace: an empty directory, a model directory that holds a model's files alone, or a file."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
-from distprune.checkpoint.hf_directory import CONFIG_NAME, INDEX_NAME, WEIGHT_SUFFIX, read_json
+from distprune.checkpoint.hf_directory import CONFIG_NAME, INDEX_NAME, read_index
 
 Inputs: TypeAlias = Sequence[str | Path]
 
@@ -33,19 +35,11 @@ def check_output(target: str | Path, *, overwrite: bool = False, inputs: Inputs 
         ValueError: it has no name, is a link, is or holds the home or the current directory or an input, is a
             mount point, lies in an input, or holds anything but a model's files.
     """
-    if not str(target):
-        raise ValueError("the output has no name; is the variable that should hold it empty?")
-    if Path(target).is_symlink():
-        raise ValueError(f"the output {target} is a link to {os.readlink(target)}; name the directory itself")
-    # Links above it are followed: what is beside the target must be beside the directory itself.
-    path = Path(os.path.realpath(target))
+    path = _place_of(target, inputs)
     nearest = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
     if not nearest.is_dir():
         raise NotADirectoryError(f"the output {path} cannot be made: {nearest} is a file")
-    for given in inputs:
-        if lies_in(path, given) or any(_holds(path, theirs) for theirs in _places(given)):
-            raise ValueError(f"the output {path} and the input {given} lie inside each other; write elsewhere")
-    if path.is_dir():
+    if nearest == path:
         for what, kept in (("home", "~"), ("current", ".")):
             if _holds(path, Path(os.path.realpath(os.path.expanduser(kept)))):
                 raise ValueError(f"the output {path} is or holds the {what} directory; name another")
@@ -57,22 +51,63 @@ def check_output(target: str | Path, *, overwrite: bool = False, inputs: Inputs 
             _check_replaceable(path, inputs)
         if os.path.ismount(path):
             raise ValueError(f"the output {path} is a mount point and cannot be replaced; name another")
-    if nearest not in (path, path.parent, path.parent.parent):
+        nearest = path.parent
+    if nearest not in (path.parent, path.parent.parent):
         raise FileNotFoundError(f"the output {path} cannot be made: there is no directory {path.parent.parent}")
-    parent = path.parent if nearest == path else nearest
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise PermissionError(f"the output {path} cannot be made: {parent} is not writable")
+    _check_writable(path, nearest)
     return path
 
 
-def lies_in(path: Path, given: str | Path) -> bool:
-    """Return whether ``path`` is what was ``given`` to be read, or lies in it. Local."""
-    return any(_holds(place, path) for place in _places(given))
+def check_file(target: str | Path, *, overwrite: bool = False, inputs: Inputs = (), num_bytes: int = 0) -> Path:
+    """Return ``target`` as an absolute path if a file may be written there. Local; changes nothing.
+
+    ``inputs`` are files and directories that are read; ``num_bytes``: how large the file will be, at least.
+
+    Raises:
+        FileExistsError: something is there, and it is no file, or ``overwrite`` is off.
+        FileNotFoundError, IsADirectoryError: its directory is not there, or it is a directory itself.
+        PermissionError: its directory is not writable.
+        ValueError: it has no name, is a link or an input, or lies in an input or in a model's directory.
+        OSError: the disk has no room for it.
+    """
+    path = _place_of(target, inputs)
+    folder = path.parent
+    if not folder.is_dir():
+        raise FileNotFoundError(f"the output {path} cannot be made: there is no directory {folder}")
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory; name a file, such as {path / 'output'}")
+    for parent in path.parents:
+        if (parent / CONFIG_NAME).is_file() and any(_WEIGHTS.fullmatch(file.name) for file in parent.iterdir()):
+            raise ValueError(f"the output {path} lies in {parent}, which is a model's directory; write elsewhere")
+    if path.exists() and not (overwrite and path.is_file()):
+        raise FileExistsError(f"{path} is there; name another output, or pass overwrite=True (--overwrite)")
+    _check_writable(path, folder)
+    if num_bytes > (free := shutil.disk_usage(folder).free):
+        raise OSError(f"the output {path} takes {num_bytes:,} bytes, and its disk has {free:,} free")
+    return path
 
 
-def holds_model(folder: Path) -> bool:
-    """Return whether ``folder`` holds a config and weights. Local."""
-    return (folder / CONFIG_NAME).is_file() and any(_WEIGHTS.fullmatch(of.name) for of in folder.glob("*"))
+def _place_of(target: str | Path, inputs: Inputs) -> Path:
+    """Return ``target`` as an absolute path.
+
+    Raises:
+        ValueError: it has no name, is a link, or holds an input or lies in one.
+    """
+    if not str(target):
+        raise ValueError("the output has no name; is the variable that should hold it empty?")
+    if Path(target).is_symlink():
+        raise ValueError(f"the output {target} is a link to {os.readlink(target)}; name what it leads to")
+    # Links above it are followed: what is beside the target must be beside the file or directory itself.
+    path = Path(os.path.realpath(target))
+    for given in inputs:
+        if any(_holds(path, place) or _holds(place, path) for place in _places(given)):
+            raise ValueError(f"the output {path} and the input {given} lie inside each other; write elsewhere")
+    return path
+
+
+def _check_writable(path: Path, folder: Path) -> None:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(f"the output {path} cannot be made: {folder} is not writable")
 
 
 def _places(given: str | Path) -> Iterator[Path]:
@@ -84,24 +119,19 @@ def _places(given: str | Path) -> Iterator[Path]:
 
 
 def _holds(path: Path, other: Path) -> bool:
-    return any(_same(path, place) for place in (other, *other.parents))
-
-
-def _same(one: Path, other: Path) -> bool:
     # Not by name: one directory may be mounted in two places.
-    return one.exists() and other.exists() and one.samefile(other)
+    return path.exists() and any(place.exists() and path.samefile(place) for place in (other, *other.parents))
 
 
 def _check_replaceable(path: Path, inputs: Inputs) -> None:
     """Raise a ValueError unless ``path`` is a model directory that holds a model's files and copies of inputs alone."""
-    try:
-        listed = set(read_json(path / INDEX_NAME)["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        listed = set()
+    listed: set[str] = set()
+    with suppress(OSError, ValueError):
+        listed.update(read_index(path / INDEX_NAME)[0].values())
     foreign, has_weights = [], False
     for entry in sorted(path.rglob("*")):
         name, is_file = entry.relative_to(path).as_posix(), entry.is_file() and not entry.is_symlink()
-        is_weights = bool(_WEIGHTS.fullmatch(name)) or (name in listed and name.endswith(WEIGHT_SUFFIX))
+        is_weights = bool(_WEIGHTS.fullmatch(name)) or name in listed
         is_known = is_weights or _SMALL.fullmatch(name) or any((Path(given) / name).is_file() for given in inputs)
         is_folder = entry.is_dir() and not entry.is_symlink() and any(entry.iterdir())
         if not is_folder and not (is_file and is_known):

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import torch.distributed as dist
 from typing_extensions import override
 
-from distprune.checkpoint.output_directory import writing
+from distprune.checkpoint.outputs import writing
 from distprune.jobs.options import METHOD, PruningJob, ask, asked
 from distprune.jobs.report import JobReport
 from distprune.jobs.run import Device, Run

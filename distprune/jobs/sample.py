@@ -14,8 +14,9 @@ from typing_extensions import override
 from distprune.calibration.own_words import TOP_K, own_words, texts_of
 from distprune.checkpoint.hf_load import load_model, mesh_of
 from distprune.checkpoint.hub import name_of_model, resolve_model
-from distprune.checkpoint.new_file import check_file, writing_file
+from distprune.checkpoint.outputs import writing_file
 from distprune.checkpoint.pretrained import load_tokenizer
+from distprune.checkpoint.replaceable import check_file
 from distprune.checkpoint.shared_reading import open_together
 from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import communicator

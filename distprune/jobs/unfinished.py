@@ -12,15 +12,17 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from typing_extensions import override
 
-from distprune.checkpoint.disk import whole_name
+from distprune.checkpoint.disk import partial_of
 from distprune.checkpoint.hf_directory import INDEX_NAME, HfDirectory, small_folders
-from distprune.checkpoint.output_directory import check_shared, make_staging, publish
+from distprune.checkpoint.outputs import check_shared, make_staging, publish
+from distprune.checkpoint.replaceable import check_output
 from distprune.collectives.agree import agree, together
 from distprune.collectives.base import Communicator
 from distprune.collectives.slow import work_together
@@ -34,14 +36,7 @@ from distprune.mistakes import is_expected
 from distprune.version import __version__
 
 STATE = "state"  # an item's kind: of a training, in a directory of its own
-_OWN_NAMES = {
-    JOURNAL_NAME,
-    WORDS_NAME,
-    INDEX_NAME,
-    REPORT_NAME,
-    PICTURE_NAME,
-    CARD_NAME,
-}
+_OWN_NAMES = {JOURNAL_NAME, WORDS_NAME, INDEX_NAME, REPORT_NAME, PICTURE_NAME, CARD_NAME}
 VERSIONS = {"distprune": str(__version__), "torch": torch.__version__}  # with others other bytes may come
 _AT_FAULT = (ValueError, TypeError, NotImplementedError)  # the input is: a job that goes on would get no further
 
@@ -183,7 +178,8 @@ def open_unfinished(
             journal.flush()
             if comm.rank == 0:
                 shutil.copyfile(folder / JOURNAL_NAME, unfinished.result / JOURNAL_NAME)
-    publish(comm, unfinished.result, target, overwrite=job.overwrite, inputs=run.inputs, sync_files=sync_files)
+    check = partial(check_output, target, overwrite=job.overwrite, inputs=run.inputs)
+    publish(comm, unfinished.result, target, check, sync_files=sync_files)
 
     def clear() -> None:
         if comm.rank == 0:
@@ -208,13 +204,14 @@ def _check_files(unfinished: Unfinished, source: HfDirectory) -> None:
     """
     written = [*(file.path for file in source.weight_files), *source.small_files]
     files = {path.relative_to(source.path) for path in written} | {Path(name) for name in _OWN_NAMES}
+    partials = {partial_of(name) for name in files}
     folders, states = {*small_folders(source.path)}, {*unfinished.states}
     for path in sorted(unfinished.folder.rglob("*")):
-        name, whole = path.relative_to(unfinished.folder), whole_name(path.name)
-        is_ours = path.is_dir() if name in folders else path.is_file() and name.with_name(whole or name.name) in files
+        name = path.relative_to(unfinished.folder)
+        is_ours = path.is_dir() if name in folders else path.is_file() and name in files | partials
         if not states.isdisjoint((path, *path.parents)):
             continue
         if path.is_symlink() or not is_ours:
             raise ValueError(f"{path} is not from this job; take it away, or remove {unfinished.folder}")
-        if whole:
+        if name in partials:
             path.unlink()

@@ -16,7 +16,7 @@ from distprune.checkpoint.output_lock import locking
 from distprune.collectives.communicator import communicator
 from distprune.jobs import SampleJob, compare_outputs, run_sample_job
 from distprune.training.report import TrainingReport, Update
-from tests.checkpoint.test_output_directory import content
+from tests.checkpoint.test_outputs import content
 from tests.hf_models import make_model, make_tokenizer
 from tests.jobs.test_compare import write as write_report
 from tests.worlds import run_threads
@@ -94,7 +94,7 @@ def is_nowhere(folder: Path) -> Path:
 # By the mishap: what makes it, whether overwriting is asked for, what is raised and said.
 MISHAPS: dict[str, tuple[Callable[[Path], Path], bool, type[Exception], str]] = {
     "it is there": (is_there, False, FileExistsError, "is there; name another output, or pass overwrite=True"),
-    "a link": (is_link, True, ValueError, "is a link to theirs; name the file itself"),
+    "a link": (is_link, True, ValueError, "is a link to theirs; name what it leads to"),
     "in a model's directory": (is_in_model, True, ValueError, "which is a model's directory; write elsewhere"),
     "a directory": (is_directory, True, IsADirectoryError, "is a directory; name a file"),
     "below a file": (is_below_a_file, True, FileNotFoundError, "there is no directory"),
@@ -127,8 +127,8 @@ def test_what_appears_meanwhile_stays(
         sync(path)
         (tmp_path / NAME).write_text("theirs")
 
-    monkeypatch.setattr("distprune.checkpoint.new_file.sync_file", with_another)
-    with pytest.raises(FileExistsError, match="has been written by someone else meanwhile"):
+    monkeypatch.setattr("distprune.checkpoint.outputs.sync_file", with_another)
+    with pytest.raises(FileExistsError, match="filled by someone else meanwhile"):
         WRITERS[writer](model, tmp_path / NAME, False)
     assert content(tmp_path) == {NAME: "theirs"}
 
@@ -144,7 +144,7 @@ def test_nothing_is_written_through_a_link_beside_it(writer: str, model: Path, t
 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_file_is_replaced_only_when_asked_and_leftovers_go(writer: str, model: Path, tmp_path: Path) -> None:
-    (tmp_path / f".{NAME}.partial-0123abcd").write_text("of a killed job")
+    (tmp_path / f".{NAME}.partial-distprune").write_text("of a killed job")
     path = is_there(tmp_path)
     WRITERS[writer](model, path, True)
     assert path.read_bytes() != b"theirs"
@@ -160,7 +160,7 @@ def test_one_at_a_time(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_model_is_not_written_over_by_what_it_says(model: Path) -> None:
     before = (model / "config.json").read_text()
     for name in ("config.json", "words"):
-        with pytest.raises(ValueError, match="lies in, the input"):
+        with pytest.raises(ValueError, match="lie inside each other"):
             sample(model, model / name, True)
     assert (model / "config.json").read_text() == before
     assert json.loads(before)["model_type"] == "llama"

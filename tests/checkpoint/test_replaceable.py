@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distprune.checkpoint.replaceable import check_output
-from tests.checkpoint.test_output_directory import make_old
+from tests.checkpoint.test_outputs import make_old
 
 
 def test_not_empty_without_overwrite(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_no_model_directory(model: Path, name: str) -> None:
 def test_weights_that_the_index_names_and_copies_of_the_input(model: Path, tmp_path: Path) -> None:
     (model / "weights-a.safetensors").touch()
     refused(model, "weights-a")
-    (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "weights-a.safetensors", "b": "notes"}}')
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "weights-a.safetensors"}}')
     check_output(model, overwrite=True)
     source = make_old(tmp_path / "source")
     for folder in (model, source):

@@ -17,7 +17,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 from distprune import Unstructured
-from distprune.checkpoint.output_directory import publish
+from distprune.checkpoint.outputs import publish
 from distprune.jobs import (
     FinetuneJob,
     PruneJob,

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from typing_extensions import override
 
 from distprune.checkpoint import hf_directory
-from distprune.checkpoint.output_directory import publish
 from distprune.checkpoint.output_lock import locking
+from distprune.checkpoint.outputs import publish
 from distprune.collectives.communicator import Alone
 from distprune.jobs import (
     FinetuneJob,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from distprune import Unstructured
 from distprune.checkpoint.hf_directory import read_weight_file
-from distprune.checkpoint.output_directory import publish
+from distprune.checkpoint.outputs import publish
 from distprune.jobs import OneShotJob, run_one_shot_job, unfinished
 from distprune.jobs.journal import Journal
 from tests.hf_models import make_model, make_tokenizer

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from distprune.checkpoint import output_directory
+from distprune.checkpoint import outputs
 from distprune.checkpoint.hf_save import ModelWriter
 from distprune.cli.display import Display
 from distprune.collectives.communicator import communicator
@@ -253,7 +253,7 @@ def test_killed_when_it_has_taken_the_place_of_another(job: ShrinkJob, tmp_path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("distprune.jobs.run.can_draw", lambda _: False)
         run_shrink_job(job)
-        patch.setattr(output_directory, "remove_tree", die)
+        patch.setattr(outputs, "sync_file", lambda path: die() if path == tmp_path else None)
         with pytest.raises(Killed):
             run_shrink_job(dataclasses.replace(job, overwrite=True, seed=1))
     assert json.loads((Path(job.output) / REPORT_NAME).read_text())["arguments"]["seed"] == 1

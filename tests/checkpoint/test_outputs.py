@@ -18,8 +18,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from distprune.checkpoint import output_directory, output_lock
-from distprune.checkpoint.output_directory import writing
+from distprune.checkpoint import output_lock, outputs
+from distprune.checkpoint.outputs import writing
 from distprune.collectives import slow
 from distprune.collectives.agree import together
 from distprune.collectives.base import Communicator
@@ -159,7 +159,7 @@ def test_interrupted(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("module", [output_directory, output_lock])
+@pytest.mark.parametrize("module", [outputs, output_lock])
 def test_a_rank_lost_while_the_directory_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType
 ) -> None:
@@ -176,12 +176,12 @@ def test_a_rank_lost_while_the_directory_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("step", [2, 3])
 @pytest.mark.parametrize("error", [OSError("no"), SystemExit(143)])
 def test_old_directory_comes_back_if_the_new_one_cannot_take_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, step: int
 ) -> None:
-    """The error is raised before the first rename, or between the two."""
+    """The error is raised before the first rename, or between the two; the first of all is that of the lock."""
     make_old(tmp_path / "out")
     rename, num_renames = Path.rename, 0
 
@@ -205,15 +205,15 @@ def test_old_directory_comes_back_if_the_new_one_cannot_take_its_place(
 
 KILLED = """
 import os, pathlib, signal, sys
-from distprune.checkpoint import output_directory
-from distprune.checkpoint.output_directory import writing
+from distprune.checkpoint import outputs
+from distprune.checkpoint.outputs import writing
 
 def die(*_):
     os.kill(os.getpid(), {signal})
 
 out, place = pathlib.Path(sys.argv[1]), sys.argv[2]
 if place == "after":
-    output_directory.remove_tree = die
+    outputs.sync_file = lambda path: die() if path == out.parent else None
 elif place == "between":
     rename = pathlib.Path.rename
     pathlib.Path.rename = lambda self, target: die() if target == out else rename(self, target)
@@ -249,7 +249,7 @@ def test_what_a_killed_job_leaves(tmp_path: Path, place: str, left: str, signal_
 
 
 def test_what_a_killed_job_replaced_takes_the_place_of_an_empty_directory(tmp_path: Path) -> None:
-    make_old(tmp_path / ".out.replaced-01234567")
+    make_old(tmp_path / ".out.replaced-distprune")
     (tmp_path / "out").mkdir()
     with pytest.raises(FileExistsError, match="overwrite=True"), writing(tmp_path / "out"):
         pass
@@ -257,7 +257,7 @@ def test_what_a_killed_job_replaced_takes_the_place_of_an_empty_directory(tmp_pa
 
 
 def test_files_that_are_like_leftovers_stay(tmp_path: Path) -> None:
-    for name in (".out.partial-mine", ".out2.partial-01234567", ".out.unfinished"):
+    for name in (".out.partial-mine", ".out2.partial-distprune", ".out.unfinished"):
         (tmp_path / name).write_text("mine")
     before = content(tmp_path)
     with writing(tmp_path / "out"):
@@ -282,8 +282,8 @@ def test_two_jobs_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_l
         (staging / "first").write_text("first")
         errors = run_threads(2, write, catch=True)
         assert [type(error) for error in errors] == [OSError, OSError]
-        holder = f"process {os.getpid()} on" if has_locks else f"{os.getpid()}"
-        assert all(f"is being written by {holder} {platform.node()}" in str(error) for error in errors)
+        holder = f"process {os.getpid()} on {platform.node()}"
+        assert all(f"is being written by {holder}" in str(error) for error in errors)
     assert content(tmp_path) == {"out/first": "first"}
 
 
@@ -346,9 +346,9 @@ def test_ranks_keep_in_touch_while_one_waits_for_the_disk(tmp_path: Path, monkey
                     (staging / name).touch()
         return comm.traffic.num_rounds
 
-    monkeypatch.setattr(output_directory, "sync_file", slow_disk)
+    monkeypatch.setattr(outputs, "sync_file", slow_disk)
     monkeypatch.setattr(slow, "_BEAT", 0.02)
-    assert min(run_threads(2, write)) > 15  # 13 without a wait
+    assert min(run_threads(2, write)) > 13  # 11 without a wait
     assert sorted(name for name in synced if len(name) == 1) == ["0", "1", "2", "3"]
 
 
