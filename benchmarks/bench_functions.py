@@ -48,7 +48,7 @@ def measure(rank: int, path: str, way: str, repeats: int) -> dict[str, Any]:
     seconds = []
     used = Traffic()
     for _ in range(repeats):
-        comm.max(torch.zeros(1, dtype=torch.int64))
+        comm.sum(torch.zeros(1, dtype=torch.int64))
         before = comm.traffic.copy()
         started = time.perf_counter()
         if way == WAYS[0]:

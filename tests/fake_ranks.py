@@ -7,7 +7,7 @@ of them held what this one holds. Sums of counts are those of a real group, so a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import final
 
@@ -24,7 +24,7 @@ from distprune import NByM
 from distprune.calibration.moments import Moments
 from distprune.calibration.owner_ranks import OwnerRank
 from distprune.calibration.statistics import InputStatistics
-from distprune.collectives.base import Communicator
+from distprune.collectives.base import Communicator, Op
 from distprune.models.linear_layers import LinearLayer
 from distprune.oneshot.driver import prune_rows
 from distprune.oneshot.retarget import Aim
@@ -48,12 +48,12 @@ class EqualRanks(Communicator):
         self.largest = self.num_objects = 0
 
     @override
-    def _count(self, num_bytes: int) -> None:
+    def round(self, num_bytes: int) -> AbstractContextManager[None]:
         self.largest = max(self.largest, num_bytes)
-        super()._count(num_bytes)
+        return super().round(num_bytes)
 
     @override
-    def _reduce_in_place(self, values: torch.Tensor, op: str, rank: int | None) -> None:
+    def _reduce_in_place(self, values: torch.Tensor, op: Op, rank: int | None) -> None:
         if op == "sum":
             values *= self.size
 

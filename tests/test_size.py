@@ -15,7 +15,7 @@ LINES = {
     "calibration": (2670, 1350),
     "checkpoint": (1744, 1180),
     "cli": (1310, 410),
-    "collectives": (730, 640),
+    "collectives": (700, 640),
     "jobs": (3390, 1280),
     "kernels": (820, 800),
     "masks": (510, 470),

@@ -62,7 +62,7 @@ class Reduction:
             with together(self.comm):
                 packed = {rank: self._packed(some, totals) for rank, some in of_rank.items()}
             for rank, some in of_rank.items():
-                self.comm.sum_to(packed[rank], rank)
+                self.comm.reduce_(packed[rank], "sum", rank)
                 if rank in (None, self.comm.rank):
                     found |= zip(some, self._unpacked(some, packed[rank]), strict=True)
         for of, parts in found.items():

@@ -107,7 +107,7 @@ class WindowGradients:
         with self._walk.block(self._index, gradients=True) as run:
             if not self._windows:
                 self._look_at(run, batch[:1], scale, adds=False)
-                self._comm.max_in_place(self._largest)
+                self._comm.reduce_(self._largest, "max")
             with self.keeping_error(), own_settings():
                 # Of a parameter that had no gradient yet, such as an expert's, nothing better is known.
                 known = torch.where(self._largest > 0, self._largest, self._largest.max())
@@ -115,8 +115,8 @@ class WindowGradients:
                 self._flat.zero_()
             self._look_at(run, batch, scale, adds=True)
         self._windows += batch
-        self._comm.max_in_place(self._largest)
-        self._comm.sum_to(self._flat, None)
+        self._comm.reduce_(self._largest, "max")
+        self._comm.reduce_(self._flat)
 
     def part(self, name: str, geometry: Geometry) -> torch.Tensor:
         """Return what :meth:`add_up` came to of the part ``geometry`` of a parameter, float32, new. Local."""

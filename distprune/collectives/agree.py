@@ -13,15 +13,15 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
 import torch
 
-from distprune.collectives.base import Communicator, as_raised, as_told, cannot_meet
+from distprune.collectives.base import Communicator, Op, as_raised, as_told, cannot_meet
 from distprune.mistakes import called_from_outside, tell_trace, trace_of
 
 _Fill: TypeAlias = Callable[[torch.Tensor], object]
-_Reduce: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 # An error crosses ranks as its type's name and text, and is raised there as the same built-in type.
 _CARRIED: tuple[type[Exception], ...] = (
@@ -32,23 +32,30 @@ _NUM_DIGEST_WORDS = 3  # of 63 bits
 _WORD = 8  # bytes
 
 
-def sum_together(
-    comm: Communicator, shape: Sequence[int], fill: _Fill, dtype: torch.dtype = torch.int64
+def reduce_together(
+    comm: Communicator, shape: Sequence[int], fill: _Fill, dtype: torch.dtype = torch.int64, *, op: Op
 ) -> torch.Tensor:
-    """Return the sum over ranks of what each one's ``fill`` writes into zeros of ``shape``, on the CPU.
+    """Return the sum or maximum over ranks of what each one's ``fill`` writes into zeros of ``shape``, on the CPU.
 
     All ranks must call it, with the same ``shape`` and ``dtype`` (int64 or float64): one round of the tensor's bytes
     and 8 more. ``fill`` must not communicate. Whatever it raises on one rank is raised there and, as the same
     built-in type naming the rank, on all others (two rounds more).
     """
-    return _reduce_together(comm, comm.sum, shape, fill, dtype)
+    message = torch.zeros(math.prod(shape) + 1, dtype=dtype, device="cpu")
+    error: Exception | None = None
+    try:
+        fill(message[:-1].view(tuple(shape)))
+    except BaseException as caught:
+        error = as_told(caught)
+        message.zero_()[-1] = 1
+    comm.reduce_(message, op)
+    if message[-1]:
+        _raise_errors(comm, error)
+    return message[:-1].view(tuple(shape))
 
 
-def max_together(
-    comm: Communicator, shape: Sequence[int], fill: _Fill, dtype: torch.dtype = torch.int64
-) -> torch.Tensor:
-    """Return the maximum over ranks of what each one's ``fill`` writes, as :func:`sum_together` does the sum."""
-    return _reduce_together(comm, comm.max, shape, fill, dtype)
+sum_together = partial(reduce_together, op="sum")
+max_together = partial(reduce_together, op="max")
 
 
 def swap_unknown(comm: Communicator, make: Callable[[], Mapping[int, torch.Tensor]]) -> list[torch.Tensor]:
@@ -178,22 +185,6 @@ def together(comm: Communicator, **facts: Any) -> Iterator[None]:
         if cannot_meet(error):
             raise
     agree(comm, {} if error else facts, error)
-
-
-def _reduce_together(
-    comm: Communicator, reduce: _Reduce, shape: Sequence[int], fill: _Fill, dtype: torch.dtype
-) -> torch.Tensor:
-    message = torch.zeros(math.prod(shape) + 1, dtype=dtype, device="cpu")
-    error: Exception | None = None
-    try:
-        fill(message[:-1].view(tuple(shape)))
-    except BaseException as caught:
-        error = as_told(caught)
-        message.zero_()[-1] = 1
-    reduced = reduce(message)
-    if reduced[-1]:
-        _raise_errors(comm, error)
-    return reduced[:-1].view(tuple(shape))
 
 
 def _raise_errors(comm: Communicator, error: Exception | None) -> NoReturn:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, final
+from typing import Any, Literal, Self, final
 
 import torch
 
+Op = Literal["sum", "max"]
 _FAILED, _OUT_OF_STEP = "_failed_to_communicate", "_is_out_of_step"  # on an exception
 
 
@@ -59,42 +60,21 @@ class Communicator(ABC):
 
         ``values`` must have the same shape and dtype (int64 or float64) on every rank.
         """
-        return self._reduce(values, "sum")
-
-    @final
-    def max(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the elementwise maximum over ranks (one round, the tensor's bytes), on the CPU."""
-        return self._reduce(values, "max")
-
-    @final
-    def sum_to(self, values: torch.Tensor, rank: int | None) -> None:
-        """Sum ``values`` over ranks in place, on rank ``rank`` alone, or on all (one round, the tensor's bytes).
-
-        For what is large: contiguous, of the same shape and dtype (int64, float64, or float32 whose sums are exact) on
-        every rank, it stays on its device where the backend works there. What other ranks than ``rank`` are left with
-        may be anything.
-        """
-        self._in_place(values, "sum", rank)
-
-    @final
-    def max_in_place(self, values: torch.Tensor) -> None:
-        """Take the elementwise maximum over ranks in place, on every rank (one round, the tensor's bytes).
-
-        Contiguous, of the same shape and dtype on every rank, it stays on its device where the backend works there.
-        """
-        self._in_place(values, "max")
-
-    def _reduce(self, values: torch.Tensor, op: str) -> torch.Tensor:
         if values.dtype not in (torch.int64, torch.float64):
-            raise TypeError(f"reductions carry int64 or float64, not {values.dtype=}")
+            raise TypeError(f"sums carry int64 or float64, not {values.dtype=}")
         values = values.detach().to("cpu", copy=True).contiguous()
-        self._in_place(values, op)
+        self.reduce_(values)
         return values
 
-    def _in_place(self, values: torch.Tensor, op: str, rank: int | None = None) -> None:
-        self._count(values.nbytes)
-        if values.numel():
-            with communicating():
+    @final
+    def reduce_(self, values: torch.Tensor, op: Op = "sum", rank: int | None = None) -> None:
+        """Reduce ``values`` over ranks in place, on rank ``rank`` alone, or on all (one round, the tensor's bytes).
+
+        Contiguous, of the same shape and dtype (int64, float64, or float32 whose sums are exact) on every rank. They
+        stay on their device where the backend works there. Other ranks than ``rank`` are left with anything.
+        """
+        with self.round(values.nbytes):
+            if values.numel():
                 self._reduce_in_place(values, op, rank)
 
     @final
@@ -104,8 +84,7 @@ class Communicator(ABC):
         ``value`` is anything JSON carries; the other ranks' argument is ignored. Nothing is pickled.
         """
         buffer = self._padded(json.dumps(value) if self.rank == source else "")
-        self._count(len(buffer))
-        with communicating():
+        with self.round(len(buffer)):
             self._broadcast_in_place(buffer, source)
         return json.loads(bytes(buffer.numpy()))
 
@@ -116,16 +95,16 @@ class Communicator(ABC):
         For small objects only: bytes are ranks x the longest text. Nothing is pickled.
         """
         buffer = self._padded(json.dumps(value))
-        self._count(len(buffer) * self.size)
-        with communicating():
+        with self.round(len(buffer) * self.size):
             texts = self._gather_bytes(buffer)
         return [json.loads(text) for text in texts]
 
     def _padded(self, text: str) -> torch.Tensor:
         """Return ``text`` as bytes, as many on every rank (one round); JSON may end in blanks."""
         payload = text.encode()
-        length = int(self.max(torch.tensor([len(payload)], dtype=torch.int64, device="cpu"))[0])
-        return torch.frombuffer(bytearray(payload.ljust(length)), dtype=torch.uint8)
+        length = torch.tensor([len(payload)], dtype=torch.int64, device="cpu")
+        self.reduce_(length, "max")
+        return torch.frombuffer(bytearray(payload.ljust(int(length))), dtype=torch.uint8)
 
     @final
     def swap(self, sent: torch.Tensor, sent_sizes: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
@@ -134,18 +113,18 @@ class Communicator(ABC):
         ``sent`` (uint8) is joined of ``sent_sizes[r]`` bytes for each rank r, from which ``sizes[r]`` come. It stays on
         its device where the backend works there.
         """
-        self._count(max(sum(sent_sizes), sum(sizes)))
-        with communicating():
+        with self.round(max(sum(sent_sizes), sum(sizes))):
             return self._swap_bytes(sent, list(sent_sizes), list(sizes))
 
-    def _count(self, num_bytes: int) -> None:
-        """Count a round, before it begins."""
+    def round(self, num_bytes: int) -> AbstractContextManager[None]:
+        """Count a round, whose collective is the body. What it raises is marked: the ranks may no longer meet."""
         self.traffic.num_rounds += 1
         self.traffic.num_bytes += num_bytes
+        return _marking(_FAILED)
 
     @abstractmethod
-    def _reduce_in_place(self, values: torch.Tensor, op: str, rank: int | None) -> None:
-        """Reduce a contiguous tensor, which may be on a device, to rank ``rank``, or to all; ``op``: "sum" or "max"."""
+    def _reduce_in_place(self, values: torch.Tensor, op: Op, rank: int | None) -> None:
+        """Reduce a contiguous tensor, which may be on a device, to rank ``rank``, or to all."""
 
     @abstractmethod
     def _broadcast_in_place(self, buffer: torch.Tensor, source: int) -> None:
@@ -172,8 +151,6 @@ def _marking(mark: str) -> Iterator[None]:
         raise
 
 
-# Mark what the body raises: the ranks may no longer meet.
-communicating = partial(_marking, _FAILED)
 # Mark what the body raises: the other ranks may be waiting in a collective that this one has left.
 out_of_step = partial(_marking, _OUT_OF_STEP)
 

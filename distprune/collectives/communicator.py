@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from distprune.collectives.base import Communicator
+from distprune.collectives.base import Communicator, Op
 from distprune.collectives.mpi import MpiRanks
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class ProcessGroup(Communicator):
         return dist.get_global_rank(self.group, rank)
 
     @override
-    def _reduce_in_place(self, values: torch.Tensor, op: str, rank: int | None) -> None:
+    def _reduce_in_place(self, values: torch.Tensor, op: Op, rank: int | None) -> None:
         staged, kind = self._staged(values), dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
         if rank is None:
             dist.all_reduce(staged, op=kind, group=self.group)
@@ -83,11 +83,10 @@ class ProcessGroup(Communicator):
 
 def staging_device(group: dist.ProcessGroup) -> torch.device:
     """Return the device on which messages of ``group`` are staged."""
-    config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl", or "cuda:nccl", or "cpu:threaded,..."
-    device_types = [part.split(":")[0] for part in str(config).split(",") if ":" in part]
-    if not device_types or "cpu" in device_types:
+    config = str(dist.get_backend_config(group))  # "cpu:gloo,cuda:nccl", or "cuda:nccl", or "cpu:threaded,..."
+    if "cpu:" in config or ":" not in config:
         return torch.device("cpu")
-    device_type = device_types[0]
+    device_type = config.split(":")[0]
     bound: torch.device | None = group.bound_device_id
     if bound is not None and bound.type == device_type:
         return bound
@@ -102,7 +101,7 @@ class Alone(Communicator):
         super().__init__(rank=0, size=1)
 
     @override
-    def _reduce_in_place(self, values: torch.Tensor, op: str, rank: int | None) -> None:
+    def _reduce_in_place(self, values: torch.Tensor, op: Op, rank: int | None) -> None:
         pass
 
     @override
@@ -134,7 +133,7 @@ def communicator(group: Group = None) -> Communicator:
     if isinstance(group, Communicator):
         return group
     if group is None:
-        return ProcessGroup() if dist.is_available() and dist.is_initialized() else Alone()
+        return ProcessGroup() if dist.is_initialized() else Alone()
     if isinstance(group, dist.ProcessGroup):
         return ProcessGroup(group)
     mpi = sys.modules.get("mpi4py.MPI")  # an Intracomm exists only if its caller imported it

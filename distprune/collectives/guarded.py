@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NoReturn, final
+from contextlib import AbstractContextManager, contextmanager
+from typing import final
 
 import torch
 from typing_extensions import override
 
 from distprune.collectives.agree import agree
-from distprune.collectives.base import Communicator, as_told, cannot_meet
+from distprune.collectives.base import Communicator, Op, as_told, cannot_meet
 
 
 @final
 class Guarded(Communicator):
     """The ranks of another communicator. Before each collective they say that they have come to it (64 bytes).
 
-    A rank on which the code raises calls :meth:`fail` in the place of its next collective, and one that is done
-    :meth:`meet`: so what raises on one rank is raised on all.
+    A rank on which the code raises meets the others with its error in the place of its next collective, and one that is
+    done without one: so what raises on one rank is raised on all.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -26,16 +26,8 @@ class Guarded(Communicator):
         self._comm, self.traffic = comm, comm.traffic
         self.raised: Exception | None = None  # what the ranks raised together, the last time they met
 
-    def meet(self) -> None:
-        """Wait for the other ranks. Every rank must call it, or :meth:`fail`: a round of 64 bytes."""
-        self._agree(None)
-
-    def fail(self, error: Exception) -> NoReturn:
-        """Raise ``error`` on every rank. Every rank must call it, or :meth:`meet`; three rounds."""
-        self._agree(error)
-        raise error
-
-    def _agree(self, error: Exception | None) -> None:
+    def meet(self, error: Exception | None = None) -> None:
+        """Wait for the other ranks. One round of 64 bytes; two more to raise ``error`` on all."""
         if self.raised is not None:  # the ranks met for the last time
             raise self.raised
         try:
@@ -45,16 +37,16 @@ class Guarded(Communicator):
             raise
 
     @override
-    def _count(self, num_bytes: int) -> None:
+    def round(self, num_bytes: int) -> AbstractContextManager[None]:
         self.meet()
-        super()._count(num_bytes)
+        return super().round(num_bytes)
 
     @override
     def global_rank(self, rank: int) -> int:
         return self._comm.global_rank(rank)
 
     @override
-    def _reduce_in_place(self, values: torch.Tensor, op: str, rank: int | None) -> None:
+    def _reduce_in_place(self, values: torch.Tensor, op: Op, rank: int | None) -> None:
         self._comm._reduce_in_place(values, op, rank)
 
     @override
@@ -87,5 +79,5 @@ def guarding(comm: Communicator) -> Iterator[Guarded]:
         error = as_told(caught)
         if cannot_meet(error):
             raise
-        ranks.fail(error)
+        ranks.meet(error)
     ranks.meet()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast, final
 import torch
 from typing_extensions import override
 
-from distprune.collectives.base import Communicator
+from distprune.collectives.base import Communicator, Op
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -38,7 +38,7 @@ class MpiRanks(Communicator):
         super().__init__(self.comm.Get_rank(), self.comm.Get_size())
 
     @override
-    def _reduce_in_place(self, values: torch.Tensor, op: str, rank: int | None) -> None:
+    def _reduce_in_place(self, values: torch.Tensor, op: Op, rank: int | None) -> None:
         from mpi4py import MPI
 
         staged, kind = values.cpu(), MPI.SUM if op == "sum" else MPI.MAX

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from distprune.collectives.base import Communicator, communicating
+from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import staging_device
 
 _PIECE_BYTES = 64 << 20  # of a tensor that is broadcast, staged at a time
@@ -38,10 +38,9 @@ def broadcast_tensor(comm: Communicator, values: torch.Tensor, source: int) -> t
     """
     values = values.detach().contiguous()
     buffer = values.view(-1).view(torch.uint8)
-    comm._count(buffer.numel())
-    if buffer.numel():
-        with communicating():
-            for piece in torch.split(buffer, _PIECE_BYTES):
+    with comm.round(buffer.numel()):
+        for piece in torch.split(buffer, _PIECE_BYTES):
+            if piece.numel():
                 comm._broadcast_in_place(piece, source)
     return values
 
@@ -82,9 +81,8 @@ def gather_features(comm: Communicator, group: dist.ProcessGroup, local: torch.T
     sent[:, : local.shape[1]] = local
     staged = sent.view(torch.uint8).to(staging_device(group))  # bytes: not every backend knows every dtype
     parts = staged.new_empty((num_ranks, *staged.shape))
-    comm._count(parts.numel())
-    if staged.numel():
-        with communicating():
+    with comm.round(parts.numel()):
+        if staged.numel():
             dist.all_gather(list(parts), staged, group=group)
     # Only the last chunks are shorter, so that what they are padded with is at the end.
     joined = parts.transpose(0, 1).reshape(local.shape[0], num_ranks * staged.shape[1])
@@ -128,9 +126,10 @@ def whole_tensor(comm: Communicator, sharded: DTensor) -> torch.Tensor:
     Every rank of its mesh must call it: one round, counted in the traffic of ``comm``, of the tensor's bytes; none of
     what is whole everywhere.
     """
-    if not all(placement.is_replicate() for placement in sharded.placements):
-        comm._count(sharded.numel() * sharded.element_size())
-    return sharded.full_tensor().detach()
+    if all(placement.is_replicate() for placement in sharded.placements):
+        return sharded.full_tensor().detach()
+    with comm.round(sharded.numel() * sharded.element_size()):
+        return sharded.full_tensor().detach()
 
 
 def _swap(
@@ -138,8 +137,7 @@ def _swap(
 ) -> torch.Tensor:
     """Return what the ranks of ``group`` have for this one, ``sizes[r]`` rows each; rank r gets ``sent_sizes[r]``."""
     received = sent.new_empty((sum(sizes), *sent.shape[1:]))
-    comm._count(max(sent.nbytes, received.nbytes))
-    with communicating():
+    with comm.round(max(sent.nbytes, received.nbytes)):
         dist.all_to_all_single(received, sent, sizes, sent_sizes, group=group)
     return received
 

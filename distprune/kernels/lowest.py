@@ -126,7 +126,7 @@ class Lowest:
         on all ranks; the host then waits for each pass, and there are not more than are needed.
         """
         if self._comm.size > 1:
-            self._comm.max_in_place(self._samples)
+            self._comm.reduce_(self._samples, "max")
         self._samples[:, -1] = _LAST_KEY
         bracket = self._samples.sort(1).values.gather(1, self._ends).to(torch.int64)
         # What is gone is below: many zeros would wait for each other in one bin.
@@ -147,7 +147,7 @@ class Lowest:
             else:
                 count(self._histogram)
                 if self._comm.size > 1:
-                    self._comm.sum_to(self._histogram, None)
+                    self._comm.reduce_(self._histogram)
             if number == 0:
                 self.num_nans.copy_(self._histogram[:1, -1])
                 self._histogram[:, -1] = 0

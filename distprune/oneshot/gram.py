@@ -50,5 +50,5 @@ def sum_gram(
             whole = (rows.double() * 2.0**exponent).round_()
             total.addmm_(whole.t(), whole)
         total.mul_(2.0 ** (-2 * exponent))
-    comm.sum_to(total, None)
+    comm.reduce_(total)
     return total

@@ -58,7 +58,7 @@ def in_step(
         if steps.is_communicating:
             with out_of_step():
                 raise error from (error.__context__ if error is caught else caught)
-        steps.ranks.fail(error)
+        steps.ranks.meet(error)
 
 
 class _Steps:

@@ -50,17 +50,18 @@ def _check_reductions(comm: Communicator) -> None:
     total = comm.size * (comm.size - 1) // 2
     wrapped = (big * comm.size + (1 << 63)) % (1 << 64) - (1 << 63)
     assert comm.sum(values).tolist() == [[total, comm.size], [-total, wrapped]]
-    assert comm.max(values).tolist() == [[comm.size - 1, 1], [0, big]]
     assert comm.sum(torch.tensor([0.5], dtype=torch.float64)).tolist() == [comm.size / 2]
     assert comm.sum(torch.empty(0, dtype=torch.int64)).tolist() == []
     assert values.tolist() == [[comm.rank, 1], [-comm.rank, big]]
+    comm.reduce_(values, "max")
+    assert values.tolist() == [[comm.size - 1, 1], [0, big]]
     for rank in (None, *range(comm.size)):
         summed, before = torch.tensor([0.5, comm.rank], dtype=torch.float64), comm.traffic.copy()
-        comm.sum_to(summed, rank)
+        comm.reduce_(summed, "sum", rank)
         if rank in (None, comm.rank):
             assert summed.tolist() == [comm.size / 2, total]
         assert comm.traffic - before == Traffic(1, 16)
-    comm.sum_to(torch.empty(0, dtype=torch.float64), comm.size - 1)
+    comm.reduce_(torch.empty(0, dtype=torch.float64), "max", comm.size - 1)
     with pytest.raises(TypeError, match="int64 or float64"):
         comm.sum(torch.tensor([1.0]))
 

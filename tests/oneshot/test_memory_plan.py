@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -90,7 +91,7 @@ def seen_of(patch: pytest.MonkeyPatch) -> Callable[[Communicator | None], Seen]:
         return by_rank.setdefault((comm or communicator()).rank, Seen())
 
     run, reduced = block._BlockPruner._run, block._BlockPruner._reduced
-    permute, sum_to = block._BlockPruner._permute, Communicator.sum_to
+    permute, reduce_ = block._BlockPruner._permute, Communicator.reduce_
 
     def running(self: Any, *arguments: Any) -> InputStatistics:
         found, walk = run(self, *arguments), self.walk
@@ -115,11 +116,12 @@ def seen_of(patch: pytest.MonkeyPatch) -> Callable[[Communicator | None], Seen]:
                 own(self.comm).has(WAVES, 2 * num_bytes)  # float64 before
             yield moments
 
-    def summing(self: Communicator, values: torch.Tensor, rank: int | None) -> None:
+    def summing(self: Communicator, values: torch.Tensor, op: Any = "sum", rank: int | None = None) -> None:
         seen = own(self)
-        seen.sent[seen.sums] += values.nbytes
-        seen.arriving[seen.sums] += values.nbytes if rank in (None, self.rank) else 0
-        sum_to(self, values, rank)
+        if op == "sum" and sys._getframe(1).f_code.co_name != "reduce_together":  # its messages are small
+            seen.sent[seen.sums] += values.nbytes
+            seen.arriving[seen.sums] += values.nbytes if rank in (None, self.rank) else 0
+        reduce_(self, values, op, rank)
 
     def permuting(self: Any, *arguments: Any) -> None:
         own(self.comm).sums = ORDER
@@ -142,7 +144,7 @@ def seen_of(patch: pytest.MonkeyPatch) -> Callable[[Communicator | None], Seen]:
     patch.setattr(block._BlockPruner, "_run", running)
     patch.setattr(block._BlockPruner, "_reduced", reducing)
     patch.setattr(block._BlockPruner, "_permute", permuting)
-    patch.setattr(Communicator, "sum_to", summing)
+    patch.setattr(Communicator, "reduce_", summing)
     patch.setattr(routed_tokens, "swap_known", swapping(TOKENS, swap_known))
     patch.setattr(moved_rows, "swap_known", swapping(ROWS, swap_known))
     patch.setattr(channel_order, "sum_together", summing_words)
