@@ -11,18 +11,18 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "distprune"
 # By folder, "." the files beside them: the most lines of code that it may have, and the goal.
 LINES = {
-    ".": (410, 320),
+    ".": (404, 320),
     "calibration": (2670, 1350),
     "checkpoint": (1744, 1180),
     "cli": (1310, 410),
-    "collectives": (700, 640),
+    "collectives": (702, 640),
     "jobs": (3390, 1280),
     "kernels": (820, 800),
     "masks": (510, 470),
     "models": (920, 690),
     "oneshot": (2860, 1440),
     "patterns": (1600, 690),
-    "pruning": (1460, 960),
+    "pruning": (1448, 960),
     "removal": (1740, 1160),
     "scores": (420, 350),
     "selection": (520, 520),

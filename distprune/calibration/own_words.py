@@ -55,7 +55,7 @@ def samples_of(comm: Communicator, model: nn.Module, samples: TokenIds | str) ->
     if not isinstance(samples, str):
         return samples
     facts = {"samples": samples}
-    if not same_everywhere(comm, lambda: facts)[0]:  # others are where they agree on a tensor
+    if not same_everywhere(comm, facts)[0]:  # others are where they agree on a tensor
         check_facts(comm, facts)
     with together(comm):
         check_model(model)

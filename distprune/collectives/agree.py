@@ -123,13 +123,7 @@ def agree(comm: Communicator, facts: Mapping[str, Any], error: Exception | None 
     message names what differs and on which ranks. An ``error`` is raised again where it arose and, as
     the same built-in type naming the rank, everywhere else.
     """
-
-    def stated() -> Mapping[str, Any]:
-        if error is not None:
-            raise error
-        return facts
-
-    if not same_everywhere(comm, stated)[0]:
+    if not same_everywhere(comm, facts, error=error)[0]:
         check_facts(comm, facts)
 
 
@@ -139,7 +133,7 @@ def check_facts(comm: Communicator, facts: Mapping[str, Any]) -> None:
     Every rank must call it where :func:`same_everywhere` said no, wherever a rank then is: one round of 64 bytes, and
     two more where facts differ.
     """
-    if same_everywhere(comm, lambda: facts)[0]:
+    if same_everywhere(comm, facts)[0]:
         return
     gathered = comm.gather([called_from_outside(), {key: _short(value) for key, value in facts.items()}])
     if functions := _differences([{"": name} for name, _ in gathered]):
@@ -148,19 +142,18 @@ def check_facts(comm: Communicator, facts: Mapping[str, Any]) -> None:
     raise ValueError("ranks were called with different arguments: " + " | ".join(different))
 
 
-def same_everywhere(
-    comm: Communicator, make: Callable[[], Any], draw: Callable[[], int] = lambda: 0
-) -> tuple[bool, int]:
-    """Return whether all ranks' ``make`` return the same value, and what the first rank's ``draw`` does, in [0, 2**63).
+def same_everywhere(comm: Communicator, value: Any, drawn: int = 0, error: Exception | None = None) -> tuple[bool, int]:
+    """Return whether all ranks have the same ``value``, and what the first has ``drawn``, in [0, 2**63).
 
-    All ranks must call it; one round of 64 bytes, whatever the value's size. Neither of the two may communicate; what
-    they raise on one rank is raised on all.
+    All ranks must call it; one round of 64 bytes, whatever the value's size. One rank's ``error`` is raised on all.
     """
 
     def fill(words: torch.Tensor) -> None:
-        digest = hashlib.sha256(json.dumps(make(), sort_keys=True).encode()).digest()
+        if error is not None:
+            raise error
+        digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
         digits = torch.frombuffer(bytearray(digest), dtype=torch.int64)[:_NUM_DIGEST_WORDS] >> 1
-        words[1:], drawn = torch.cat([digits, -digits]), draw()
+        words[1:] = torch.cat([digits, -digits])
         words[0] = drawn if comm.rank == 0 else 0
 
     words = max_together(comm, (1 + 2 * _NUM_DIGEST_WORDS,), fill)
@@ -245,15 +238,14 @@ def told_by_all(comm: Communicator, make: Callable[[], Any]) -> Told:
     Every rank must call it; ``make`` must not communicate. One round of 64 bytes if all values are the same, else the
     two of :func:`each_different` besides. What ``make`` raises on one rank is raised on all.
     """
-    values: list[Any] = []
-
-    def made() -> Any:
-        values.append(make())
-        return values[0]
-
-    if same_everywhere(comm, made)[0]:
-        return [(range(comm.size), json.loads(json.dumps(values[0])))]
-    return each_different(comm, values[0])
+    value, error = None, None
+    try:
+        value = make()
+    except BaseException as caught:
+        error = as_told(caught)
+    if same_everywhere(comm, value, error=error)[0]:
+        return [(range(comm.size), json.loads(json.dumps(value)))]
+    return each_different(comm, value)
 
 
 def each_different(comm: Communicator, value: Any) -> Told:

@@ -75,7 +75,10 @@ class Roster:
 
 def roster_of_one(comm: Communicator, members: Sequence[Member]) -> Roster:
     """Return the roster where every rank is known to hold this very list; nothing is communicated."""
-    return _merge([(range(comm.size), members)])
+    _check_names(0, members)
+    num, copies = len(members), [_num_copies([member], comm.size) for member in members]
+    ranks = (tuple(range(comm.size)),)
+    return Roster(tuple(members), (0,) * num, (comm.size,) * num, tuple(copies), ranks, ((0,),) * num)
 
 
 def roster_of_all(comm: Communicator, members: Sequence[Member]) -> Roster:
@@ -104,16 +107,14 @@ def _merge(lists: Sequence[tuple[Sequence[int], Sequence[Member]]]) -> Roster:
     """Merge different lists, each with the ranks that have it, ascending."""
     stated: dict[str, list[tuple[int, Member]]] = {}  # by the numbers of the lists
     for i, (ranks, members) in enumerate(lists):
-        if len({member.name for member in members}) != len(members):
-            twice = Counter(member.name for member in members).most_common(1)[0][0]
-            raise ValueError(f"rank {ranks[0]} lists parameter {twice!r} twice; give every parameter once")
+        _check_names(ranks[0], members)
         for member in members:
             before = stated.setdefault(member.name, [])
             before.append((i, member))
             if member != before[0][1]:
                 raise _disagreement(*((lists[number][0][0], of_rank) for number, of_rank in (before[0], before[-1])))
     names = [[member.name for member in members] for _, members in lists]
-    order = names[0] if len(names) == 1 else _merged_order(names)
+    order = _merged_order(names)
     first_holder, num_holders, num_copies, lists_with = [], [], [], []
     for name in order:
         which, of_lists = zip(*stated[name], strict=True)
@@ -123,6 +124,12 @@ def _merge(lists: Sequence[tuple[Sequence[int], Sequence[Member]]]) -> Roster:
         lists_with.append(which)
     members, ranks_of = tuple([stated[name][0][1] for name in order]), tuple([tuple(ranks) for ranks, _ in lists])
     return Roster(members, tuple(first_holder), tuple(num_holders), tuple(num_copies), ranks_of, tuple(lists_with))
+
+
+def _check_names(rank: int, members: Sequence[Member]) -> None:
+    if len({member.name for member in members}) != len(members):
+        twice = Counter(member.name for member in members).most_common(1)[0][0]
+        raise ValueError(f"rank {rank} lists parameter {twice!r} twice; give every parameter once")
 
 
 def _disagreement(one: tuple[int, Member], two: tuple[int, Member]) -> ValueError:

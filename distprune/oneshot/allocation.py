@@ -30,12 +30,12 @@ from distprune.collectives.roster import Member, roster_of_one
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.find_shards import Found
 from distprune.models.linear_layers import LinearLayer, expert_place
-from distprune.oneshot.plan import OneShotPlan, make_plan
+from distprune.oneshot.plan import make_plan
 from distprune.patterns.base import Ranked
 from distprune.patterns.census import check_parts
 from distprune.patterns.unstructured import Unstructured
 from distprune.patterns.within_rows import PerRow
-from distprune.pruning.agreement import Facts, agree_on
+from distprune.pruning.agreement import agreeing
 from distprune.scores.base import Elements, LocalScores, Score
 from distprune.shards.geometry import Geometry
 from distprune.shards.local_shard import LocalShard
@@ -86,7 +86,7 @@ def allocate(
     comm = communicator(group)
     samples = samples_of(comm, model, samples)
 
-    def look() -> tuple[Found, Facts, Score, OneShotPlan]:
+    with agreeing(comm) as agreed:
         if not isinstance(sparsity, float):
             raise TypeError(f"sparsity must be a share such as 0.6, not {sparsity!r}")
         plan = make_plan(model, samples, "magnitude", PerRow(sparsity), None, None)
@@ -94,10 +94,8 @@ def allocate(
             raise ValueError(f"samples of {plan.samples.shape[1]} token have none to predict; two are the least")
         if not 0 <= max_difference <= 1:
             raise ValueError(f"{max_difference=} is not between 0 and 1")
-        facts = {**plan.facts, "max_difference": repr(max_difference)}
-        return Found(plan.shards, [], by_default=False, has_blocks=True), facts, plan.solver.score, plan
-
-    agreed, plan = agree_on(comm, look)
+        agreed.found, agreed.score = Found(plan.shards, has_blocks=True), plan.solver.score
+        agreed.facts = {**plan.facts, "max_difference": repr(max_difference)}
     shards = agreed.shards()
     check_parts(comm, agreed.roster, lambda: shards)
     sample_group = find_sample_group(comm, plan.axis)

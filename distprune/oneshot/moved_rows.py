@@ -130,18 +130,17 @@ def _plan_of(comm: Communicator, rows: Sequence[Rows], owners: Sequence[int]) ->
 
     Ranks that all name one number took part in finding that plan, and hold what they held then.
     """
-    known, texts = _plans.setdefault(comm, _Plans()), list[str]()
-
-    def number() -> int | None:
-        texts.append(repr((owners, [(part.runs, part.owned) for part in rows])))
-        return known.number_of.get(texts[0])
-
-    is_same = same_everywhere(comm, number)[0]
-    if not is_same or texts[0] not in known.number_of:
+    known, text, error = _plans.setdefault(comm, _Plans()), "", None
+    try:
+        text = repr((owners, [(part.runs, part.owned) for part in rows]))
+    except BaseException as caught:
+        error = as_told(caught)
+    is_same = same_everywhere(comm, known.number_of.get(text), error=error)[0]
+    if not is_same or text not in known.number_of:
         plan = _who_holds_what(comm, rows, owners)
-        known.number_of[texts[0]] = len(known.plans)
+        known.number_of[text] = len(known.plans)
         known.plans.append(plan)
-    return known.plans[known.number_of[texts[0]]]
+    return known.plans[known.number_of[text]]
 
 
 def _who_holds_what(comm: Communicator, rows: Sequence[Rows], owners: Sequence[int]) -> _Plan:

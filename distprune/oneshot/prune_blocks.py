@@ -18,13 +18,13 @@ from distprune.models.decoder_blocks import other_blocks
 from distprune.models.find_shards import Found, count_parameters
 from distprune.oneshot.block import Finished, OnBlock, run_blocks
 from distprune.oneshot.driver import prune_rows
-from distprune.oneshot.plan import BlockRefit, OneShotMethod, OneShotPlan, Permute, Sequential, TargetsOf, make_plan
+from distprune.oneshot.plan import BlockRefit, OneShotMethod, Permute, Sequential, TargetsOf, make_plan
 from distprune.oneshot.report import Meter, OneShotReport
 from distprune.oneshot.room import check_room
 from distprune.oneshot.solver import Solver
 from distprune.patterns.base import Pattern
 from distprune.patterns.census import check_parts
-from distprune.pruning.agreement import Facts, agree_on
+from distprune.pruning.agreement import agreeing
 from distprune.scores.base import Score
 from distprune.scores.random import Random
 from distprune.shards.device import fetched
@@ -153,7 +153,7 @@ def prune_blocks(
     samples = samples_of(comm, model, samples)
     meter = Meter(comm)
 
-    def look() -> tuple[Found, Facts, Score, OneShotPlan]:
+    with agreeing(comm) as agreed:
         plan = make_plan(
             model,
             samples,
@@ -168,11 +168,9 @@ def prune_blocks(
             refit,
             permute,
         )
-        facts = {**plan.facts, "offload": repr(offload), "finished": repr(finished is not None)}
-        found = Found(plan.shards, [], False, True, count_parameters(model))
-        return found, facts, plan.solver.score, plan
-
-    agreed, plan = agree_on(comm, look)
+        agreed.found = Found(plan.shards, has_blocks=True, num_parameters=count_parameters(model))
+        agreed.facts = {**plan.facts, "offload": repr(offload), "finished": repr(finished is not None)}
+        agreed.score = plan.solver.score
     shards = agreed.shards()
 
     def look_at() -> list[LocalShard]:

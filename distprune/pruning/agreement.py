@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distprune.collectives.agree import check_facts, same_everywhere, sum_together
-from distprune.collectives.base import Communicator
+from distprune.collectives.base import Communicator, as_told, cannot_meet
 from distprune.collectives.roster import Member, Roster, roster_of_all, roster_of_one
 from distprune.hints import near_names
 from distprune.kernels.available import has_kernels
 from distprune.models.find_shards import Found, NamePattern, find_shards
 from distprune.models.matrices import matrix_of_weight
-from distprune.patterns.base import Choice, InPlace, Pattern, Ranked
+from distprune.patterns.base import Choice, Pattern, Ranked
 from distprune.scores.as_score import Magnitude
 from distprune.scores.base import Evidence, Score, count_unread_nans
 from distprune.selection.radix import raise_nans
@@ -30,21 +30,23 @@ from distprune.shards.local_shard import LocalShard
 from distprune.shards.parameter_range import gradients_of
 
 Facts = Mapping[str, object]
-T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Agreed:
-    """What the ranks agreed on. ``found``: by this rank; its name patterns with their matches over all ranks.
+    """What the ranks agree on. Within :func:`agreeing` each rank sets ``found``, ``facts`` and ``score``.
 
-    ``num_parameters``: of the whole model, where all ranks have all of it or parts of each parameter.
+    ``found``: by this rank; behind ``agreeing`` its name patterns have their matches over all ranks. ``facts``: all
+    ranks must state the same. ``num_parameters``: of the whole model, where all ranks have all of it or parts of each
+    parameter.
     """
 
     comm: Communicator
-    roster: Roster
-    score: Score
-    found: Found
-    num_parameters: int | None
+    found: Found = field(init=False)
+    facts: Facts = field(default_factory=dict)
+    score: Score = field(default_factory=Magnitude)
+    roster: Roster = field(init=False)
+    num_parameters: int | None = None
 
     def check_found(self) -> None:
         """Check that every name pattern matches something, and that there is something to prune. Local.
@@ -71,11 +73,9 @@ class Agreed:
         return shards
 
 
-def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T]]) -> tuple[Agreed, T]:
-    """Return what all ranks agree on, or raise on all ranks. Every rank must call it.
-
-    ``look`` is local. It returns this rank's parameters, the facts that all ranks must state alike, the score, and
-    anything else, which is returned as it is.
+@contextmanager
+def agreeing(comm: Communicator) -> Iterator[Agreed]:
+    """Agree on what the body finds, or raise on all ranks. Every rank must call it; the body must not communicate.
 
     One round of 64 bytes if all ranks hold the same parameters. If not (pipeline stages), four more: the matches are
     summed, and each different list of parameters is sent once. Then a rank without decoder blocks prunes nothing by
@@ -85,33 +85,36 @@ def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T
     equal; the first rank's seed is used.
 
     Raises:
-        Exception: what ``look`` raised, and elsewhere the same built-in type, naming the rank.
+        Exception: what the body raised, and elsewhere the same built-in type, naming the rank.
         ValueError: on every rank: facts differ, or the lists of parameters do not fit together.
     """
-    looked: list[tuple[Found, Facts, Score, T]] = []
-    members: list[Member] = []
-
-    def stated() -> object:
-        looked.append(look())
-        found, facts, _, _ = looked[0]
+    agreed, error, members, on_gpu, seed = Agreed(comm), None, list[Member](), False, 0
+    stated: list[object] = []
+    try:
+        yield agreed
+        found = agreed.found
         for shard in found.shards:
             evidence = found.evidence.get(shard.name, 0)
             members.append(Member(shard.name, shard.shape, str(shard.local.dtype), shard.layout, evidence))
+        on_gpu = has_kernels(*[shard.local.device for shard in found.shards])
+        if agreed.score.needs_seed:
+            seed = int(torch.randint(1 << 62, (), device="cpu"))
         lists = [[m.name, m.global_shape, m.dtype, m.layout and m.layout.name, m.evidence] for m in members]
         counts = [*(num for _, num in found.patterns), found.num_parameters, found.lacks_blocks]
-        return [facts, counts, lists, has_kernels(*(shard.local.device for shard in found.shards))]
-
-    def draw() -> int:
-        return int(torch.randint(1 << 62, (), device="cpu")) if looked[0][2].needs_seed else 0
-
-    all_same, drawn = same_everywhere(comm, stated, draw)
-    found, facts, score, rest = looked[0]
-    score = score.seeded(drawn) if score.needs_seed else score
-    on_gpu = has_kernels(*(shard.local.device for shard in found.shards))
+        stated += [agreed.facts, counts, lists, on_gpu]
+    except BaseException as caught:
+        error = as_told(caught)
+        if cannot_meet(error):
+            raise
+    all_same, seed = same_everywhere(comm, stated, seed, error)
+    found = agreed.found
+    if agreed.score.needs_seed:
+        agreed.score = agreed.score.seeded(seed)
     if all_same:
-        roster = dataclasses.replace(roster_of_one(comm, members), on_gpu=on_gpu)
-        return Agreed(comm, roster, score, found, found.num_parameters), rest
-    check_facts(comm, facts)
+        agreed.roster = dataclasses.replace(roster_of_one(comm, members), on_gpu=on_gpu)
+        agreed.num_parameters = found.num_parameters
+        return
+    check_facts(comm, agreed.facts)
 
     def count(words: torch.Tensor) -> None:
         own = [*(num for _, num in found.patterns), found.has_blocks, on_gpu and not found.lacks_blocks]
@@ -120,10 +123,9 @@ def agree_on(comm: Communicator, look: Callable[[], tuple[Found, Facts, Score, T
     *num_matches, num_with_blocks, num_on_gpu = sum_together(comm, (len(found.patterns) + 2,), count).tolist()
     leaves_out = found.lacks_blocks and num_with_blocks > 0
     roster = roster_of_all(comm, [] if leaves_out else members)
-    roster = dataclasses.replace(roster, on_gpu=num_on_gpu == comm.size)
+    agreed.roster = dataclasses.replace(roster, on_gpu=num_on_gpu == comm.size)
     patterns = [(pattern, num) for (pattern, _), num in zip(found.patterns, num_matches, strict=True)]
-    found = dataclasses.replace(found, patterns=patterns, shards=[] if leaves_out else found.shards)
-    return Agreed(comm, roster, score, found, None), rest
+    agreed.found = dataclasses.replace(found, patterns=patterns, shards=[] if leaves_out else found.shards)
 
 
 def agree_on_model(
@@ -133,20 +135,16 @@ def agree_on_model(
     exclude: NamePattern | Sequence[NamePattern],
     look: Callable[[], object] = lambda: None,
 ) -> Agreed:
-    """Return what all ranks agree on about the parameters of ``model``: see :func:`agree_on`.
+    """Return what all ranks agree on about the parameters of ``model``: see :func:`agreeing`.
 
     ``look`` is local. What it raises is raised on all ranks, and what it returns all ranks must return alike.
 
     Raises:
         ValueError: on every rank: ranks disagree, or there is nothing to prune.
     """
-
-    def looked() -> tuple[Found, Facts, Score, None]:
-        found = find_shards(model, include, exclude)
-        facts = {"include": all_shown(include), "exclude": all_shown(exclude), "arguments": repr(look())}
-        return found, facts, Magnitude(), None
-
-    agreed, _ = agree_on(comm, looked)
+    with agreeing(comm) as agreed:
+        agreed.found = find_shards(model, include, exclude)
+        agreed.facts = {"include": all_shown(include), "exclude": all_shown(exclude), "arguments": repr(look())}
     agreed.check_found()
     return agreed
 
@@ -232,20 +230,6 @@ def given_by_name(evidence: GivenEvidence, found: Found) -> dict[str, dict[str, 
     return given
 
 
-def check_names(given: GivenEvidence, agreed: Agreed) -> None:
-    """Check that evidence is of parameters of the model. Stages of a pipeline may have that of others. Local.
-
-    Raises:
-        ValueError: a key names none.
-    """
-    known = {*agreed.found.names.values(), *agreed.roster.index()}
-    for kind, of_parameters in given.items():
-        for name in of_parameters:
-            if name not in known and agreed.num_parameters is not None:
-                near = near_names(name, [*agreed.found.names])
-                raise ValueError(f"evidence {kind!r} names {name!r}, which is no parameter of the model; {near}")
-
-
 def checksums(given: GivenEvidence, shards: Sequence[LocalShard]) -> dict[str, int]:
     """Return a checksum of what was given whole, of each shard that is a part. Local: one wait for a device."""
     wholes: dict[str, list[torch.Tensor]] = {}
@@ -260,24 +244,30 @@ def checksums(given: GivenEvidence, shards: Sequence[LocalShard]) -> dict[str, i
 
 
 def local_evidence(
+    agreed: Agreed,
+    shards: Sequence[LocalShard],
     given: GivenEvidence,
     local: Mapping[str, Evidence],
-    shards: Sequence[LocalShard],
-    needs: Sequence[str],
     model: nn.Module | None,
-) -> dict[str, Evidence]:
-    """Return the local part of the evidence by shard: ``local``, what was ``given``, else gradients of ``model``."""
-    found: dict[str, dict[str, torch.Tensor]] = {}
-    for shard in shards:
-        parts = found[shard.name] = dict(local.get(shard.name, {}))
-        for name, of_name in given.items():
-            if shard.name in of_name:
-                what = f"evidence {name!r} of {shard.name!r}"
-                parts[name] = local_part(of_name[shard.name], shard.tensor, shard, what)
-    if "gradient" in needs and "gradient" not in given and model is not None:
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the local part of the evidence by shard: ``local``, what was ``given``, else gradients of ``model``.
+
+    Raises:
+        ValueError: a key names no parameter of the model. Stages of a pipeline may be given that of others.
+    """
+    names, by_name = agreed.found.names, {shard.name: shard for shard in shards}
+    evidence = {name: dict(local.get(name, {})) for name in by_name}
+    for kind, of_parameters in given.items():
+        for name, tensor in of_parameters.items():
+            if (shard := by_name.get(name)) is not None:
+                evidence[name][kind] = local_part(tensor, shard.tensor, shard, f"evidence {kind!r} of {name!r}")
+            elif name not in names.values() and agreed.num_parameters is not None:
+                near = near_names(name, [*names])
+                raise ValueError(f"evidence {kind!r} names {name!r}, which is no parameter of the model; {near}")
+    if "gradient" in agreed.score.needs and "gradient" not in given and model is not None:
         for shard, gradient in zip(shards, gradients_there(model, shards), strict=True):
-            found[shard.name]["gradient"] = gradient
-    return {**found}
+            evidence[shard.name]["gradient"] = gradient
+    return evidence
 
 
 def gradients_there(model: nn.Module, shards: Sequence[LocalShard]) -> list[torch.Tensor]:
@@ -298,53 +288,43 @@ def gradients_there(model: nn.Module, shards: Sequence[LocalShard]) -> list[torc
 
 
 def choose_masks(
-    ranked: Ranked, choice: Choice, then: Callable[[Sequence[torch.Tensor]], object] = len
+    ranked: Ranked, choice: Choice, then: Callable[[Sequence[torch.Tensor]], object] = len, *, in_place: bool = False
 ) -> tuple[list[torch.Tensor], list[list[int]]]:
     """Return the mask of each of this rank's shards; and of every member, over all ranks, how many elements are pruned,
     and how many of these were before.
 
-    ``then`` is local. It is given the masks, and what it raises on one rank is raised on all. Every rank must call it:
-    one round of 16 bytes a parameter.
+    ``then`` is local. It is given the masks, and what it raises on one rank is raised on all. ``in_place``: zeros are
+    written into the weights, and there are no masks, if the choice can. Every rank must call it: one round of 16 bytes
+    a parameter.
 
     Raises:
         ValueError: on every rank: scores are NaN, or weights that they do not read, unless shares are of what is left.
+            Nothing is changed then.
     """
     masks: list[torch.Tensor] = []
-
-    def choose() -> list[tuple[int, int, int]]:
-        chosen = choice.masks(ranked.scores)
-        reads_all = ranked.of_left or ranked.score.is_weight
-        unread = [0] * len(chosen) if reads_all else count_unread_nans(ranked.scores)
-        masks.extend(part.mask for part in chosen)
-        then(masks)
-        return [(one.num_pruned, one.num_gone, one.num_nans + n) for one, n in zip(chosen, unread, strict=True)]
-
-    return masks, _counted(ranked, choose)
-
-
-def zero_chosen(ranked: Ranked, in_place: InPlace) -> list[list[int]]:
-    """Write zeros into the weights, and return the counts of :func:`choose_masks`: every rank must call it, one round.
-
-    Raises:
-        ValueError: on every rank, nothing changed: scores or weights are NaN.
-    """
-    in_place.zero()
-    return _counted(ranked, lambda: torch.stack([*in_place.counts()]).tolist())
-
-
-def _counted(ranked: Ranked, count: Callable[[], Iterable[Sequence[int]]]) -> list[list[int]]:
-    """Return of every member what ``count`` says of this rank's shards: pruned, gone before, and, to raise, NaN."""
     num_nans: dict[str, int] = {}
+    writes = choice.in_place if in_place else None
+    if writes is not None:
+        writes.zero()
 
     def fill(words: torch.Tensor) -> None:
+        scores, num_unread = ranked.scores, list[int]()
+        if writes is not None:
+            counts = writes.counts()
+        else:
+            made, counts = choice.write_masks(scores)
+            masks.extend(made)
+            then(masks)
+            if not ranked.of_left and not ranked.score.is_weight:
+                num_unread = count_unread_nans(scores)
         totals = words[1:].view(-1, 2).numpy()
-        for scores, (*numbers, num) in zip(ranked.scores, count(), strict=True):
-            if scores.shard.owned:
-                totals[ranked.index[scores.shard.name]], num_nans[scores.shard.name] = numbers, num
+        numbers = torch.stack(fetched(counts)).tolist() if counts else []
+        for each, (*nums, num), more in zip(scores, numbers, num_unread or [0] * len(scores), strict=True):
+            if each.shard.owned:
+                totals[ranked.index[each.shard.name]], num_nans[each.shard.name] = nums, num + more
         words[0] = sum(num_nans.values())
 
     words = sum_together(ranked.comm, (1 + 2 * len(ranked.numels),), fill)
     if words[0]:
         raise_nans(ranked.comm, num_nans)
-    numbers: list[list[int]] = words[1:].view(-1, 2).tolist()
-    return numbers
+    return masks, words[1:].view(-1, 2).tolist()

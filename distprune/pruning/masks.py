@@ -157,7 +157,10 @@ class Masks(Mapping[str, torch.Tensor]):
 
     def _combined(self, other: Masks, combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Masks:
         def held() -> list[LocalShard]:
-            self._check_like(other)
+            if not isinstance(other, Masks):
+                raise TypeError(f"masks are combined with masks, not with a {type(other).__name__}")
+            if unlike := self._unlike(other):
+                raise ValueError(unlike)
             return self._held()
 
         def combined(shard: LocalShard) -> torch.Tensor:
@@ -165,15 +168,14 @@ class Masks(Mapping[str, torch.Tensor]):
 
         return self._made(self._comm, self._roster, held, combined)
 
-    def _check_like(self, other: Masks) -> None:
-        """Raise a ValueError if ``other`` are masks of other parameters, or laid out otherwise. Local."""
-        if not isinstance(other, Masks):
-            raise TypeError(f"masks are combined with masks, not with a {type(other).__name__}")
+    def _unlike(self, other: Masks) -> str:
+        """Return why these cannot be combined with ``other``, empty if they can. Local."""
         if other._whole_shapes != self._whole_shapes:
-            raise ValueError("masks of different parameters cannot be combined; choose them for the same ones")
-        for name in self._local:
-            if not self._is_like(other, name):
-                raise ValueError(f"the masks of {name!r} are laid out differently and cannot be combined")
+            return "masks of different parameters cannot be combined; choose them for the same ones"
+        for name, shard in self._shards.items():
+            if name not in other or other._shards[name].geometry != shard.geometry:
+                return f"the masks of {name!r} are laid out differently and cannot be combined"
+        return ""
 
     def overlap(self, other: Masks) -> Overlap:
         """Return how much of what these and ``other`` prune is the same, over all ranks.
@@ -199,9 +201,8 @@ class Masks(Mapping[str, torch.Tensor]):
         """
 
         def fill(differ: torch.Tensor) -> None:
-            differ[0] = other._whole_shapes != self._whole_shapes or not all(
-                self._is_like(other, name) and torch.equal(local, other._local[name])
-                for name, local in self._local.items()
+            differ[0] = self._unlike(other) != "" or any(
+                not torch.equal(mask, other._local[name]) for name, mask in self._local.items()
             )
 
         return not bool(max_together(self._comm, (1,), fill)[0])
@@ -221,9 +222,6 @@ class Masks(Mapping[str, torch.Tensor]):
 
     def _held(self) -> list[LocalShard]:
         return [*self._shards.values()]
-
-    def _is_like(self, other: Masks, name: str) -> bool:
-        return name in other and self._shards[name].geometry == other._shards[name].geometry
 
     @overload
     def sparsity(self) -> float: ...

@@ -21,18 +21,15 @@ from distprune.models.find_shards import Found, NamePattern, find_shards
 from distprune.patterns.as_pattern import as_pattern
 from distprune.patterns.base import Pattern, Ranked, Scope
 from distprune.pruning.agreement import (
-    Facts,
     GivenEvidence,
-    agree_on,
+    agreeing,
     all_shown,
-    check_names,
     checksums,
     choose_masks,
     fitted,
     given_by_name,
     local_evidence,
     with_seed,
-    zero_chosen,
 )
 from distprune.pruning.masks import Masks
 from distprune.pruning.report import ParameterReport, PruneReport
@@ -229,11 +226,10 @@ class Request:
 def prune_requested(group: Group, request: Request) -> PruneReport:
     """Find, agree, choose, and apply. Every rank must call it."""
     choosing = Choosing(communicator(group), request)
-    if choosing.choice.in_place is not None:
-        return choosing.report(zero_chosen(choosing.ranked, choosing.choice.in_place))
-    masks, counts = choose_masks(choosing.ranked, choosing.choice)
-    locals_ = [scores.shard.local for scores in choosing.ranked.scores]
-    zero_all_where_pruned([*zip(locals_, masks, strict=True)])  # from here on no rank can fail: in place
+    masks, counts = choose_masks(choosing.ranked, choosing.choice, in_place=True)
+    if masks:  # from here on no rank can fail: in place
+        locals_ = [scores.shard.local for scores in choosing.ranked.scores]
+        zero_all_where_pruned([*zip(locals_, masks, strict=True)])
     return choosing.report(counts)
 
 
@@ -249,31 +245,29 @@ class Choosing:
     ) -> None:
         self._started, self._traffic = time.perf_counter(), comm.traffic.copy()
         given: dict[str, dict[str, torch.Tensor]] = {}  # evidence, by the parameter's name here
-
-        def look() -> tuple[Found, Facts, Score, Pattern]:
-            score = with_seed(as_score(request.score), request.seed)
+        with agreeing(comm) as agreed:
+            agreed.score = with_seed(as_score(request.score), request.seed)
             pattern = as_pattern(request.pattern, request.sparsity, request.scope)
             found = request.find()
             if request.evidence is not None:
-                given.update(given_by_name(request.evidence, found))
+                given = given_by_name(request.evidence, found)
                 found = dataclasses.replace(found, evidence=checksums(given, found.shards))
             shards = [fitted(pattern, shard, shard.name) for shard in found.shards]
             shards = shards if shard_of is None else [shard_of(pattern, shard) for shard in shards]
-            return dataclasses.replace(found, shards=shards), request.facts(), score, pattern
+            agreed.found, agreed.facts = dataclasses.replace(found, shards=shards), request.facts()
+        agreed.check_found()
 
+        # Not a method, which would keep all of the call, and the model, until Python looks for cycles.
         def make_scores() -> list[LocalScores]:
-            shards = agreed.shards()
-            # Not of self, which would keep all of the call, and the model, until Python looks for cycles.
-            check_names(given, agreed)
-            model = request.of if isinstance(request.of, nn.Module) else None
-            evidence = local_evidence(given, request.local_evidence, shards, agreed.score.needs, model)
+            shards, evidence = agreed.shards(), request.local_evidence
+            if given or agreed.score.needs:
+                model = request.of if isinstance(request.of, nn.Module) else None
+                evidence = local_evidence(agreed, shards, given, evidence, model)
             return local_scores(agreed.score, shards, evidence, zeros_are_gone=True)
 
-        agreed, self.pattern = agree_on(comm, look)
-        agreed.check_found()
-        self._num_parameters, self._left_out = agreed.num_parameters, agreed.found.left_out
+        self.pattern, self._agreed = pattern, agreed
         self.ranked = Ranked(comm, agreed.roster, agreed.score, make_scores, checks=shard_of is None)
-        self.choice = self.ranked.choose(self.pattern)
+        self.choice = self.ranked.choose(pattern)
 
     def masks(self, masks: Sequence[torch.Tensor]) -> Masks:
         """Return the ``masks`` of this rank's shards as a value. Local."""
@@ -297,7 +291,7 @@ class Choosing:
             used.num_rounds,
             used.num_bytes,
             time.perf_counter() - self._started,
-            self._num_parameters,
+            self._agreed.num_parameters,
             partial(Masks.read, ranked.comm, ranked.roster, shards),
-            dict(self._left_out),
+            dict(self._agreed.found.left_out),
         )

@@ -37,14 +37,12 @@ from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows
 from distprune.patterns.census import check_parts
 from distprune.patterns.unstructured import Unstructured
-from distprune.pruning.agreement import Facts, agree_on
+from distprune.pruning.agreement import agreeing
 from distprune.removal.criteria import Criterion, CriterionName, criterion_of
 from distprune.removal.norms import unit_norms
 from distprune.removal.plan import Kept
-from distprune.removal.readers import Readers, find_readers
+from distprune.removal.readers import find_readers
 from distprune.removal.remover import Refit, UnitRemover
-from distprune.scores.as_score import Magnitude
-from distprune.scores.base import Score
 from distprune.shards.geometry import indices_of
 from distprune.shards.layouts import local_shard
 from distprune.shards.local_shard import cut
@@ -140,9 +138,7 @@ def choose_units(
     comm = communicator(group)
     meter = Meter(comm)
 
-    def look() -> tuple[
-        Found, Facts, Score, tuple[Readers, WalkOptions, Criterion, Refit, list[tuple[str, nn.Module]]]
-    ]:
+    with agreeing(comm) as agreed:
         chosen, fitted = criterion_of(criterion), refit_of_units(refit, targets)
         share = share_of_targets(targets or default_targets_of(fitted), target_share)
         check_samples(model, samples)
@@ -162,7 +158,7 @@ def choose_units(
         own = heads if targets is None else frozenset[str]()
         fits = fitted == "block"
         options = WalkOptions("pairs", True, share, True, own, plan.skipped, plan.healed, fits=fits)
-        facts = {
+        agreed.facts = {
             "keep": repr(sorted(keep.items())),
             "layers": repr(None if layers is None else list(layers)),
             "criterion": repr(chosen),
@@ -176,15 +172,7 @@ def choose_units(
         for of in plan.asked.values():
             paths = [each.parameter for each in of.units.cuts] if "norms" in chosen.needs else []
             names |= dict.fromkeys(f"{of.block}.{path}" for path in (of.linear.parameter_path, *paths))
-        shards = [local_shard(name, model.get_parameter(name)) for name in names]
-        return (
-            Found(shards, [], by_default=False, has_blocks=True),
-            facts,
-            Magnitude(),
-            (plan, options, chosen, fitted, blocks),
-        )
-
-    agreed, (plan, options, chosen, fitted, blocks) = agree_on(comm, look)
+        agreed.found = Found([local_shard(name, model.get_parameter(name)) for name in names], has_blocks=True)
     shards = {shard.name: shard for shard in agreed.shards()}
     check_parts(comm, agreed.roster, lambda: without_nans(list(shards.values())))
     with together(comm):

@@ -16,11 +16,11 @@ from distprune.collectives.agree import sum_together
 from distprune.collectives.base import Communicator
 from distprune.kernels.table import ScoreName
 from distprune.masks.in_place import zero_where_pruned
-from distprune.models.find_shards import Found, NamePattern, find_shards
+from distprune.models.find_shards import NamePattern, find_shards
 from distprune.patterns.as_pattern import as_pattern, says_how_much
 from distprune.patterns.base import Pattern, Ranked, check_share
 from distprune.patterns.unstructured import Unstructured
-from distprune.pruning.agreement import Facts, agree_on, all_shown, choose_masks, fitted, gradients_there
+from distprune.pruning.agreement import agreeing, all_shown, choose_masks, fitted, gradients_there
 from distprune.scores.as_score import Magnitude
 from distprune.scores.base import Elements, LocalScores, Score
 from distprune.scores.random import Random
@@ -125,18 +125,17 @@ def regrow(
         NotImplementedError: on every rank: the pattern has no ``regrowth``.
     """
 
-    def look() -> tuple[Found, Facts, Score, tuple[Pattern, Pattern]]:
+    with agreeing(comm) as agreed:
         check_share(float(share), "share")
         _check_by(by)
         within = as_pattern(pattern, None if says_how_much(pattern) else 0.0)
         dropping, growing = within.regrowth(float(share))
         found = find_shards(model, include, exclude)
-        found = dataclasses.replace(found, shards=[fitted(within, shard, shard.name) for shard in found.shards])
+        shards_of_rank = [fitted(within, shard, shard.name) for shard in found.shards]
+        agreed.found = dataclasses.replace(found, shards=shards_of_rank)
         patterns = {"include": all_shown(include), "exclude": all_shown(exclude)}
-        facts = {"share": repr(share), "pattern": repr(within), "by": by, **patterns}
-        return found, facts, Random(seed) if by == "random" else Magnitude(), (dropping, growing)
-
-    agreed, (dropping, growing) = agree_on(comm, look)
+        agreed.facts = {"share": repr(share), "pattern": repr(within), "by": by, **patterns}
+        agreed.score = Random(seed) if by == "random" else Magnitude()
     agreed.check_found()
     shards: list[LocalShard] = []
     were_kept: list[torch.Tensor] = []

@@ -26,9 +26,9 @@ from distprune.masks.in_place import bring_back, set_aside
 from distprune.models.find_shards import Found, NamePattern, find_shards
 from distprune.patterns.as_pattern import as_pattern, says_how_much
 from distprune.patterns.base import Pattern, Ranked
-from distprune.pruning.agreement import Facts, agree_on, all_shown, choose_masks, fitted
+from distprune.pruning.agreement import agreeing, all_shown, choose_masks, fitted
 from distprune.scores.as_score import Magnitude
-from distprune.scores.base import LocalScores, Score
+from distprune.scores.base import LocalScores
 from distprune.shards.device import fetched, row_chunks
 from distprune.shards.local_shard import LocalShard
 from distprune.shards.parameter_range import gradients_of, ranges_of
@@ -214,16 +214,19 @@ class StraightThrough:
     def _chosen(self, find: Callable[[], Found]) -> tuple[list[LocalShard], list[torch.Tensor]]:
         """Return this rank's shards, and the masks that the pattern chooses now. Every rank must call it."""
 
-        def look() -> tuple[Found, Facts, Score, Pattern]:
+        with agreeing(self._comm) as agreed:
             found = find()
             pattern = as_pattern(self._pattern)
-            facts: dict[str, object] = {"pattern": repr(pattern), "decay": repr(self._decay), "every": self._every}
-            facts |= {"include": all_shown(self._include), "exclude": all_shown(self._exclude)}
-            facts["number of optimizers"] = len(self._optimizers)
             shards = [fitted(pattern, shard, shard.name) for shard in found.shards]
-            return dataclasses.replace(found, shards=shards), facts, Magnitude(), pattern
-
-        agreed, pattern = agree_on(self._comm, look)
+            agreed.found = dataclasses.replace(found, shards=shards)
+            agreed.facts = {
+                "pattern": repr(pattern),
+                "decay": repr(self._decay),
+                "every": self._every,
+                "include": all_shown(self._include),
+                "exclude": all_shown(self._exclude),
+                "number of optimizers": len(self._optimizers),
+            }
         agreed.check_found()
 
         def make_scores() -> list[LocalScores]:  # of latent weights, whose zeros are weights like others

@@ -97,8 +97,8 @@ def _check_agreement(comm: Communicator) -> None:
             agree(comm, {"amount": 0.5 if comm.rank else 0.25, "method": "magnitude"})
         assert "amount: 0.25 on rank 0; 0.5 on rank" in str(caught.value)
         assert "method" not in str(caught.value)
-    assert same_everywhere(comm, lambda: "alike", lambda: 5 + comm.rank) == (True, 5)  # what the first rank drew
-    assert same_everywhere(comm, lambda: comm.rank)[0] == (comm.size == 1)
+    assert same_everywhere(comm, "alike", 5 + comm.rank) == (True, 5)  # what the first rank drew
+    assert same_everywhere(comm, comm.rank)[0] == (comm.size == 1)
 
 
 def _check_together(comm: Communicator) -> None:

@@ -21,10 +21,9 @@ from distprune.masks.reparametrized import product, reparametrize, undo_reparame
 from distprune.models.find_shards import Found
 from distprune.patterns.base import Pattern, Ranked, Scope
 from distprune.patterns.census import check_parts
-from distprune.pruning.agreement import Agreed, Facts, agree_on, choose_masks, fitted
+from distprune.pruning.agreement import Agreed, agreeing, choose_masks, fitted
 from distprune.pruning.torch_api.targets import Hook, Pairs, Scores, Target, facts, find_targets, plain
 from distprune.pruning.torch_api.users_mask import check_type, mask_by_user, masks_by_users, pruning_type
-from distprune.scores.as_score import Magnitude
 from distprune.scores.base import LocalScores, Score
 from distprune.shards.layouts import dtensor_like, is_held, local_of, local_part, local_shard
 from distprune.shards.local_shard import LocalShard
@@ -173,7 +172,8 @@ class Selecting(BasePruningMethod):
         pattern, score = self.rule()
         shard = local_shard("0.t", t if t.is_floating_point() else t.double())
         shard = shard if pattern is None else fitted(pattern, shard, "t")
-        agreed, _ = agree_on(Alone(), lambda: (Found([shard]), {}, score, None))
+        with agreeing(Alone()) as agreed:
+            agreed.found, agreed.score = Found([shard]), score
 
         def make_scores() -> list[LocalScores]:
             return [LocalScores(shard, agreed.score, {}, left, counts_gone=True) for shard in agreed.shards()]
@@ -258,18 +258,17 @@ def prune_pairs(
     changed before all ranks have decided.
     """
 
-    def look() -> tuple[Found, Facts, Score, tuple[list[Target], list[Hook]]]:
+    with agreeing(comm) as agreed:
         pairs = make_pairs()
         methods = [make_method() for _ in pairs]
         targets = find_targets(pairs, scores)
         for target, method in zip(targets, methods, strict=True):
             _check_fits(target, method, scope)
-        told = facts(targets, plain(methods[0]), scores) if targets and comm.size > 1 else {}
-        score = methods[0].rule()[1] if methods and isinstance(methods[0], Selecting) else Magnitude()
-        shards = [shard for target in targets if (shard := target.ranked) is not None]
-        return Found(shards), told, score, (targets, methods)
-
-    agreed, (targets, methods) = agree_on(comm, look)
+        if targets and comm.size > 1:
+            agreed.facts = facts(targets, plain(methods[0]), scores)
+        if methods and isinstance(methods[0], Selecting):
+            agreed.score = methods[0].rule()[1]
+        agreed.found = Found([shard for target in targets if (shard := target.ranked) is not None])
     if not targets:
         return []
     method, kind, masks = methods[0], pruning_type(methods[0]), list[torch.Tensor]()

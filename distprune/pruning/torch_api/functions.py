@@ -24,13 +24,11 @@ from distprune.masks.hooks import pruning_hooks
 from distprune.masks.reparametrized import undo_reparametrization
 from distprune.models.find_shards import Found
 from distprune.patterns.base import Pattern
-from distprune.pruning.agreement import Facts, agree_on
+from distprune.pruning.agreement import agreeing
 from distprune.pruning.torch_api import methods
 from distprune.pruning.torch_api.base import BasePruningMethod, CustomFromMask, place, prune_pairs
 from distprune.pruning.torch_api.methods import Amount, Scores
 from distprune.pruning.torch_api.targets import Pairs, Target, check_binary, facts, find_targets
-from distprune.scores.as_score import Magnitude
-from distprune.scores.base import Score
 from distprune.scores.channel_norm import Norm
 from distprune.shards.checksum import checksum
 from distprune.shards.device import fetched
@@ -279,7 +277,7 @@ def shard_masks(model: nn.Module, *, group: Group = None) -> nn.Module:
         ValueError: on every rank: masks that differ between ranks, or hold other values than 0 and 1.
     """
 
-    def look() -> tuple[Found, Facts, Score, list[tuple[Target, torch.Tensor]]]:
+    with agreeing(communicator(group)) as agreed:
         targets = find_targets(_with_whole_masks(model))
         for target in targets:
             check_binary(target.label, target.whole_mask)
@@ -287,9 +285,7 @@ def shard_masks(model: nn.Module, *, group: Group = None) -> nn.Module:
         masks = [target.whole_mask for target in targets if target.whole_mask is not None]
         sums = fetched([checksum([local_of(mask)]) for mask in masks if not mask.is_meta])
         parts = [(target, target.next_mask(target.mask, "global")) for target in targets]
-        return Found(shards), facts(targets, [*map(int, sums)]), Magnitude(), parts
-
-    _, parts = agree_on(communicator(group), look)
+        agreed.found, agreed.facts = Found(shards), facts(targets, [*map(int, sums)])
     for target, mask in parts:
         place(target, mask, None)
     return model
