@@ -127,7 +127,7 @@ class _Faults(ast.NodeVisitor):
 
     @override
     def visit_BinOp(self, node: ast.BinOp) -> None:
-        if type(node.op) in _OPERATORS and not _is_text(node):
+        if type(node.op) in _OPERATORS and not _is_no_number(node):
             changed = copy.deepcopy(node)
             changed.op = _OPERATORS[type(node.op)]()
             self._add(node, f"({ast.unparse(changed)})")
@@ -154,9 +154,12 @@ class _Faults(ast.NodeVisitor):
             self._add(node, str(node.value + 1))
 
 
-def _is_text(node: ast.AST) -> bool:
-    return any(
-        isinstance(part, ast.JoinedStr) or isinstance(getattr(part, "value", None), str) for part in ast.walk(node)
+def _is_no_number(node: ast.AST) -> bool:
+    """Whether ``node`` joins texts, or types (``int | None``)."""
+    parts = [*ast.walk(node)]
+    constants = [part.value for part in parts if isinstance(part, ast.Constant)]
+    return any(isinstance(part, ast.JoinedStr) for part in parts) or any(
+        value is None or isinstance(value, str) for value in constants
     )
 
 

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -30,7 +31,8 @@ import pytest
 from tests.mutants import ROOT, Mutant, all_folders, drawn, mutants_of
 
 MAP = ROOT / ".mutants"  # of each process that ran tests: their seconds, and by file and line which of them ran it
-_LONGEST = 400  # seconds of tests that try one mutant
+# Of the tests that try one mutant: those that are collected first, and all of them.
+_FEW_FILES, _FEW_SECONDS, _MOST_SECONDS = 6, 30, 400
 
 # ---- as a plugin of pytest: which tests run which lines
 
@@ -86,20 +88,25 @@ class _Map:
         if not self.seconds:
             raise SystemExit(f"{MAP} is empty: run the first command of {__file__}")
 
-    def tests_of(self, mutant: Mutant) -> list[str]:
-        """Return the tests that may kill it, the quick ones first, of at most ``_LONGEST`` seconds."""
+    def stages_of(self, mutant: Mutant) -> list[list[str]]:
+        """Return the tests that may kill it, those of its folder first: a few files of them, and all others."""
         tests: set[str] = set().union(*(self._by_line.get((mutant.file, line), set()) for line in mutant.lines))
         folder = f"tests/{Path(mutant.file).parts[0].removesuffix('.py')}"
         if not tests:  # it runs as the file is imported, or in other processes
             tests = {test for test in self.seconds if test.startswith((folder, f"{folder}.py"))}
             tests |= self._by_file.get(mutant.file, set())
-        chosen, seconds = list[str](), 0.0
-        for test in sorted(tests, key=lambda test: (self.seconds[test], test)):
-            seconds += self.seconds[test]
-            if chosen and seconds > _LONGEST:
-                break
-            chosen.append(test)
-        return chosen
+        ordered = sorted(tests, key=lambda test: (not test.startswith(folder), self.seconds[test], test))
+        files, first, others, seconds = set[str](), list[str](), list[str](), 0.0
+        for test in ordered:
+            file = test.partition("::")[0]
+            if (file in files or len(files) < _FEW_FILES) and seconds < _FEW_SECONDS:
+                files.add(file)
+                first.append(test)
+                seconds += self.seconds[test]
+            elif seconds + self.seconds[test] < _MOST_SECONDS:
+                others.append(test)
+                seconds += self.seconds[test]
+        return [stage for stage in (first, others) if stage]
 
 
 # ---- as a command: which mutants live
@@ -130,7 +137,7 @@ def _tried(mutants: Sequence[Mutant], tests: _Map, jobs: int) -> Iterator[tuple[
     Every mutant has a process of its own, a fork of this one, which has imported what takes seconds.
     """
     os.environ.update(TRITON_INTERPRET="1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
-    for name in ("torch.distributed.checkpoint", "torch.distributed.fsdp", "transformers", "hypothesis", "triton"):
+    for name in ("torch.distributed.checkpoint", "torch.distributed.fsdp", "transformers", "triton"):
         import_module(name)
     import_module("torch").set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
@@ -140,12 +147,12 @@ def _tried(mutants: Sequence[Mutant], tests: _Map, jobs: int) -> Iterator[tuple[
         while waiting or running:
             while waiting and free:
                 mutant, tree = waiting.pop(), free.pop()
-                chosen = tests.tests_of(mutant)
+                stages = tests.stages_of(mutant)
                 sys.stdout.flush()
                 pid = os.fork()
                 if pid == 0:
-                    _try(mutant, tree, chosen)
-                limit = time.monotonic() + 120 + 5 * sum(tests.seconds[test] for test in chosen)
+                    _try(mutant, tree, stages)
+                limit = time.monotonic() + 120 + 5 * sum(tests.seconds[test] for stage in stages for test in stage)
                 running[pid] = mutant, tree, limit
             pid, _ = os.waitpid(-1, os.WNOHANG)
             late = [number for number, (_, _, limit) in running.items() if time.monotonic() > limit]
@@ -191,8 +198,8 @@ class _Killer:
             self.name = f"import of {report.nodeid}"
 
 
-def _try(mutant: Mutant, tree: Path, tests: Sequence[str]) -> None:
-    """Run ``tests`` in the copy at ``tree`` with the fault, quick ones first, and end the process."""
+def _try(mutant: Mutant, tree: Path, stages: Sequence[Sequence[str]]) -> None:
+    """Run tests in the copy at ``tree`` with the fault until one fails, and end the process."""
     code = 1
     try:
         os.setsid()
@@ -206,14 +213,20 @@ def _try(mutant: Mutant, tree: Path, tests: Sequence[str]) -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "distprune")]:
             del sys.modules[name]
         killer = _Killer()
-        if tests:
-            arguments = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
-            ended = pytest.main(arguments, plugins=[killer])
+        arguments = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what was imported already
+        arguments += ["-x", "-q", "--tb=line", "-p", "no:cacheprovider"]
+        for stage in stages:
+            ended = pytest.main([*arguments, *stage], plugins=[killer])
             if ended not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) and not killer.name:
                 killer.name = f"pytest ends with {int(ended)}"
+            if killer.name:
+                break
         tree.with_suffix(".result").write_text(killer.name, "utf-8")
         code = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
+        sys.stderr.flush()
         os._exit(code)
 
 
