@@ -91,8 +91,8 @@ class Lowest:
         closed = np.full(num, keys.gone)
         states = np.stack([k, closed, closed, np.where(k > 0, 0, last), last, numels, k], 1)
         words = np.concatenate([states, strides[:, None], numels[:, None], low[:, None], high[:, None]], 1)
-        there = sent(torch.tensor(words.astype(np.int64), dtype=torch.int64, device="cpu"), device)
-        self.states, self._strides, self._ends = there[:, :7].contiguous(), there[:, 7:9].contiguous(), there[:, 9:]
+        columns = sent(torch.tensor(words.astype(np.int64), dtype=torch.int64, device="cpu"), device)
+        self.states, self._strides, self._ends = (part.contiguous() for part in torch.split(columns, [7, 2, 2], 1))
         shape = num, self._num_samples + 2
         self._samples = torch.full(shape, _LEAST_KEY, dtype=torch.int32, device=device)
         # Of each competition bins, and what is below; of all how many are NaN.

@@ -79,13 +79,13 @@ def pieces_of(
 
 def pieces_between(geometry: Geometry, begin: int, values: torch.Tensor, **fields: Any) -> list[Piece]:
     """Return ``values``, of the local elements from ``begin`` on, as pieces."""
-    whole, end, found = Piece(values, **fields), begin + len(values), []
+    whole, end, pieces = Piece(values, **fields), begin + len(values), []
     for at, flat, run, stride in _parts(geometry):
         low, high = max(at.start, begin), min(at.stop, end)
         if low < high:
             piece = whole.cut(slice(low - begin, high - begin))
-            found.append(dataclasses.replace(piece, flat=flat, run=run, stride=stride, start=low - at.start))
-    return found
+            pieces.append(dataclasses.replace(piece, flat=flat, run=run, stride=stride, start=low - at.start))
+    return pieces
 
 
 @lru_cache(maxsize=1 << 12)
@@ -161,12 +161,12 @@ def tables_of(pieces: Sequence[Piece], block: int, *, row: int = 1, programs: in
     if not by_kind:
         return []
     device, block = pieces[0].values.device, max(block, row) // row * row
-    made = [_table(kind, rows, block, programs or num_programs(device)) for kind, rows in by_kind.items()]
-    words = np.concatenate([table.words for table in made])
-    there = sent(torch.tensor(words, dtype=torch.int64, device="cpu"), device)
-    for table, part in zip(made, torch.split(there, [len(table.words) for table in made]), strict=True):
+    tables = [_table(kind, rows, block, programs or num_programs(device)) for kind, rows in by_kind.items()]
+    words = np.concatenate([table.words for table in tables])
+    on_device = sent(torch.tensor(words, dtype=torch.int64, device="cpu"), device)
+    for table, part in zip(tables, torch.split(on_device, [len(table.words) for table in tables]), strict=True):
         table.sent = part
-    return made
+    return tables
 
 
 def _table(kind: tuple[Any, ...], columns: Sequence[tuple[int, ...]], block: int, programs: int) -> Table:
@@ -184,12 +184,8 @@ def _table(kind: tuple[Any, ...], columns: Sequence[tuple[int, ...]], block: int
 
     table = rows[owners]
     table[:, _NUMEL] = np.minimum((np.append(cuts[1:], ends[-1]) - cuts) * block, numels[owners] - start)
-    for column, size in (
-        (_VALUES, dtype.itemsize),
-        (_OTHER, 0 if other is None else other.itemsize),
-        (_OUT, 1),
-        (_MASK, 1),
-    ):
+    sizes = {_VALUES: dtype.itemsize, _OTHER: 0 if other is None else other.itemsize, _OUT: 1, _MASK: 1}
+    for column, size in sizes.items():
         table[:, column] += start * size * (table[:, column] != 0)
     table[:, _START] += start
     language = kernels("tiles").tl
