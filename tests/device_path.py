@@ -1,13 +1,12 @@
-"""The code for devices on CPU tensors, and a count of what it would cost there: waits, operations, bytes, memory."""
+"""The code for devices on CPU tensors, and a count of what it would cost there: waits, memory."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from typing_extensions import override
 
 from distprune.shards import device
 
-__all__ = ["Waits", "Work", "as_on_a_device", "bytes_touched", "counted_waits", "counted_work"]
+__all__ = ["Memory", "Waits", "as_on_a_device", "counted_memory", "counted_waits"]
 
 _aten = torch.ops.aten
 # Their results, or the sizes of them, are known on the host once the device has caught up.
@@ -92,38 +91,21 @@ def counted_waits() -> Iterator[Waits]:
             yield waits
 
 
-# They read, or write, as many elements of what they index as there are indices.
-_GATHERING = (_aten.index, _aten.index_select, _aten.take, _aten.gather)
-_SCATTERING = (_aten.index_add_, _aten.index_copy_, _aten.scatter_, _aten.scatter_add_, _aten.scatter_reduce_)
-
-
-class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What a device would do: ``num`` operations, ``num_bytes`` that they read and write; ``peak`` bytes of memory.
-
-    Views and memory that is asked for are no operations. The memory is of what was made within and is still alive.
-    """
+class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """``peak`` bytes of memory, of what was made within and is still alive."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.num = self.num_bytes = self.peak = self._now = 0
+        self.peak = self._now = 0
         self._alive: dict[int, Any] = {}
-        self.by_operation: Counter[str] = Counter()
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = _tensors((args, kwargs))
-        known = {each.untyped_storage()._cdata for each in given}
+        known = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         out = func(*args, **(kwargs or {}))
-        made = _tensors(out)
-        for each in made:
-            if (storage := each.untyped_storage())._cdata not in known:
+        for tensor in _tensors(out):
+            if (storage := tensor.untyped_storage())._cdata not in known:
                 self._note(storage)
-        mutates = func._schema.is_mutable
-        is_view = not mutates and all(each.untyped_storage()._cdata in known for each in made)
-        if not (is_view and made) and func.overloadpacket not in (_aten.empty, _aten.empty_like, _aten.empty_strided):
-            num_bytes = bytes_touched(func, args, kwargs or {}, out)
-            self.num, self.num_bytes = self.num + 1, self.num_bytes + num_bytes
-            self.by_operation[str(func)] += num_bytes
         return out
 
     def _note(self, storage: torch.UntypedStorage) -> None:
@@ -140,47 +122,12 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = max(self.peak, self._now)
 
 
-_LINE = 32  # bytes of memory that a device reads or writes at least
-
-
-def bytes_touched(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> int:
-    """Return how many bytes of memory ``func``, which returned ``out``, reads and writes.
-
-    It reads each byte once, and writes it once, whatever views its operands are. A strided view is all that it spans:
-    memory is read and written in whole lines. ``out=`` is written alone.
-    """
-    read = _tensors((args, {name: value for name, value in kwargs.items() if name != "out"}))
-    written = _tensors(out)
-    if func.overloadpacket in _GATHERING:
-        return _num_spanned(read[1:]) + written[0].nbytes + _num_spanned(written)
-    if func.overloadpacket in _SCATTERING:
-        return _num_spanned(read[1:]) + 2 * read[0].itemsize * max(each.numel() for each in read[1:])
-    return _num_spanned(read) + _num_spanned(written)
-
-
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
-
-
-def _num_spanned(tensors: Iterable[torch.Tensor]) -> int:
-    """Return how many bytes lie between the first and the last of ``tensors``; less where one skips whole lines."""
-    ranges = []
-    for each in tensors:
-        steps = [(size - 1, step) for size, step in zip(each.shape, each.stride(), strict=True) if step]
-        if each.numel():
-            num_spanned = (1 + sum(last * step for last, step in steps)) * each.itemsize
-            num = min(num_spanned, _LINE * math.prod(last + 1 for last, _ in steps))
-            ranges.append((each.untyped_storage()._cdata, each.data_ptr(), each.data_ptr() + num))
-    num = end_before = of_before = 0
-    for storage, start, end in sorted(ranges):
-        start = max(start, end_before) if storage == of_before else start
-        num += max(end - start, 0)
-        end_before, of_before = max(end, start), storage
-    return num
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 @contextlib.contextmanager
-def counted_work() -> Iterator[Work]:
-    """Count within, of device code on CPU tensors, what it would be on a device."""
-    with Work() as work:
-        yield work
+def counted_memory() -> Iterator[Memory]:
+    """Count within the memory that tensors take."""
+    with Memory() as memory:
+        yield memory

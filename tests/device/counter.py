@@ -1,4 +1,4 @@
-"""What calls cost on a device, by line of distprune: waits, copies from the host, operations, bytes."""
+"""What calls cost on a device, by line of distprune: waits, copies from the host, operations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from typing_extensions import override
 
 import distprune
 from tests.device.accelerator import extension
-from tests.device_path import bytes_touched
 
 __all__ = ["Costs", "Ran"]
 
@@ -36,35 +35,29 @@ _PACKAGE = str(Path(distprune.__file__).parent) + "/"
 class Costs(TorchDispatchMode):
     """Within, count by ``file.py:line`` of distprune; what runs for the tests alone is of ``(outside)``.
 
-    On the CPU the code for devices (``tests.device_path.as_on_a_device``) is counted as if all of its tensors were
-    there: then what is copied is not known, and only waits that torch dispatches are.
-
     Attributes:
         waits: how often the host waits, by line and operation.
         sends: how often the host sends tensors to the device, by line.
         operations: kernels that would be launched: all but views, and memory that is not filled.
-        bytes: that operations read and write, by line (see ``bytes_touched``).
         ran: which operation ran, with which dtypes.
     """
 
     def __init__(self, device_type: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device_type = device_type
-        self.waits, self.sends, self.operations, self.bytes = (Counter[str]() for _ in range(4))
+        self.waits, self.sends, self.operations = (Counter[str]() for _ in range(3))
         self.ran: Ran = {}
 
     @override
     def __enter__(self) -> Costs:
-        if self.device_type != "cpu":
-            extension().on_event(self._hear)
+        extension().on_event(self._hear)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     @override
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        if self.device_type != "cpu":
-            extension().on_event(None)
+        extension().on_event(None)
 
     def _hear(self, kind: str, what: str) -> None:
         (self.waits if kind == "wait" else self.sends)[f"{line_of_distprune()} {what}"] += 1
@@ -83,15 +76,13 @@ class Costs(TorchDispatchMode):
         if there and func.namespace == "aten" and not func.is_view and name not in _EMPTY:
             line = line_of_distprune()
             self.operations[line] += 1
-            self.bytes[line] += bytes_touched(func, args, kwargs or {}, out)
             self.ran.setdefault((str(func), tuple(map(self._dtype_of, inputs[:4]))), line)
             self._wait_for(name, line, args, kwargs or {})
         return out
 
     def _wait_for(self, name: str, line: str, args: Any, kwargs: dict[str, Any]) -> None:
-        of_host = name == "_local_scalar_dense" and self.device_type == "cpu"
         sizes_result = name == "repeat_interleave" and kwargs.get("output_size") is None
-        if name in _WAITING or of_host or sizes_result:
+        if name in _WAITING or sizes_result:
             self.waits[f"{line} {name}"] += 1
         elif name in _INDEXING:
             indices = [index for index in args[1] if index is not None]

@@ -20,7 +20,7 @@ from distprune.oneshot.model_shape import shape_of
 from distprune.oneshot.prune_blocks import prune_blocks
 from distprune.oneshot.walk_costs import WalkRequest
 from tests.architectures import samples, tiny_model
-from tests.device_path import Work
+from tests.device_path import Memory
 from tests.oneshot.alike import matrices, sharded
 from tests.oneshot.test_tensor_parallel import wrapped
 from tests.oneshot_oracle import first_inputs
@@ -182,12 +182,12 @@ def test_rounds_and_memory() -> None:
         1, len(TOKENS), len(TOKENS[0]), "admm", pairs=True, by_row=True, by_layer=True, has_targets=True, fits=True
     )
     plan = plan_walk(shape_of(model), asked).parts[FIT]
-    works: list[Work] = []
+    works: list[Memory] = []
 
     def counted(*arguments: Any) -> BlockFit | None:
         comm = arguments[0]
         before = comm.traffic.copy()
-        with Work() as work:
+        with Memory() as work:
             found = fit_block(*arguments)
         works.append(work)
         assert (comm.traffic - before).num_rounds == 8 + 2 * num_steps(len(TOKENS))
