@@ -16,10 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from distprune.checkpoint.computed_buffers import compute_buffers
 from distprune.checkpoint.hf_directory import HfDirectory
 from distprune.checkpoint.hub import resolve_model
-from distprune.checkpoint.meta_model import build_on_meta
+from distprune.checkpoint.meta_model import build_on_meta, compute_buffers
 from distprune.checkpoint.naming import Regions, different_values, names_by_tensor
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.regions import regions_by_name
@@ -128,17 +127,18 @@ def load_model(
     sample_together(comm, directory)
     with together(comm):
         model, regions = build_on_meta(directory, dtype)
+        compute_buffers(model)
         if mesh is not None:
             precision = MixedPrecisionPolicy(compute_dtype, None if compute_dtype is None else torch.float32)
             for _, block in decoder_blocks(model):
                 fully_shard(block, mesh=mesh, mp_policy=precision)
             # By default torch leaves the root's own parameters whole after a forward; ours are shards at any time.
             fully_shard(model, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
-        model.to_empty(device=device)
-        model.tie_weights()  # type: ignore[operator]  # to_empty has parted them
+        # As to_empty, but for the buffers that are computed.
+        model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))  # type: ignore[no-untyped-call]
+        model.tie_weights()  # type: ignore[operator]  # they have been parted
         _fill(model, directory, regions, progress)
         directory.check_unchanged()
-        compute_buffers(model)
         model.eval()
     return model
 

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from distprune.checkpoint.optional_packages import import_extra
-from distprune.collectives.agree import agree, together
-from distprune.collectives.base import Communicator
+from distprune.collectives.agree import together
 from distprune.collectives.communicator import Group, communicator
 from distprune.collectives.slow import work_together
 
@@ -25,19 +24,19 @@ _FETCHED = [*_NEEDED, "*.json", "*.jinja", "*.model", "*.txt", "README.md", "LIC
 _NOT_FETCHED = ["[!0-9a]*/*", "a[!d]*/*", "*/*.safetensors", "consolidated*"]
 _MAX_MESSAGE = 500  # characters
 
-Log = Callable[[str], None] | None
+Log: TypeAlias = Callable[[str], None] | None
 
 
 def resolve_model(name: str, group: Group = None, *, log: Log = None) -> Path:
     """Return the directory of ``name``: a directory as it is, or that of ``org/name[@revision]``.
 
-    A directory that exists wins. Every rank of ``group`` must call it. A hub's model is fetched into the hub's cache by
-    one rank on each machine while the others wait, however long it takes: as :func:`work_together`, and six rounds of
-    64 bytes. With ``HF_HUB_OFFLINE=1`` the hub is not asked and what its cache holds is taken, as it is where the hub
-    does not answer.
+    A directory that exists wins. Every rank of ``group`` must call it. A hub's model is fetched into the hub's cache,
+    once on each machine by the hub's own locks, however long it takes: as :func:`work_together`, and a round of 64
+    bytes. With ``HF_HUB_OFFLINE=1`` the hub is not asked and what its cache holds is taken, as it is where the hub does
+    not answer.
 
     Raises:
-        ValueError: on every rank: ranks find different things under that name, or are not all offline.
+        ValueError: on every rank: ranks find different things under that name.
         FileNotFoundError: on every rank: no directory, and not in the hub's cache while offline.
         OSError: on every rank: the hub refuses it, or fetching it failed.
         ImportError: on every rank: the extra ``hf`` is not installed.
@@ -50,7 +49,15 @@ def resolve_model(name: str, group: Group = None, *, log: Log = None) -> Path:
             raise FileNotFoundError(
                 f"there is no model directory {name!r}; a model of the hub is called org/name or org/name@revision"
             )
-    return path if hub is None or exists else _from_hub(comm, hub["id"], hub["revision"], log)
+    if hub is None or exists:
+        return path
+    snapshots: list[Path] = []
+
+    def fetch() -> None:
+        snapshots.append(_snapshot(hub["id"], hub["revision"], log if comm.rank == 0 else None))
+
+    work_together(comm, fetch)
+    return snapshots[0]
 
 
 def name_of_model(path: Path) -> str:
@@ -61,32 +68,23 @@ def name_of_model(path: Path) -> str:
     return path.name
 
 
-def _from_hub(comm: Communicator, hub_id: str, revision: str | None, log: Log) -> Path:
-    with together(comm):
-        hub, constants = (import_extra(f"huggingface_hub{part}", "hf") for part in ("", ".constants"))
-        is_offline, host = constants.HF_HUB_OFFLINE, socket.gethostname()
-        find = partial(hub.snapshot_download, hub_id, revision=revision, ignore_patterns=_NOT_FETCHED)
-    agree(comm, {"HF_HUB_OFFLINE": is_offline})
-    is_first = comm.gather(host).index(host) == comm.rank
-
-    def fetch() -> None:
-        if is_offline or not is_first:
-            return
-        if comm.rank == 0 and log is not None:
+def _snapshot(hub_id: str, revision: str | None, log: Log) -> Path:
+    """Return the directory of the hub's model in the hub's cache; what is missing there is fetched. Local."""
+    hub, constants = (import_extra(f"huggingface_hub{part}", "hf") for part in ("", ".constants"))
+    find = partial(hub.snapshot_download, hub_id, revision=revision, ignore_patterns=_NOT_FETCHED)
+    if not constants.HF_HUB_OFFLINE:
+        if log is not None:
             log(f"fetching {hub_id} from the hub, or what its cache does not hold")
         try:
             find(allow_patterns=_FETCHED)
         except Exception as error:
             said = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_MESSAGE]
             raise OSError(f"there is no directory {hub_id!r}, and the hub's model cannot be fetched: {said}") from error
-
-    work_together(comm, fetch)
-    with together(comm):
-        try:
-            return Path(find(allow_patterns=_NEEDED, local_files_only=True))
-        except FileNotFoundError as error:
-            wanted = hub_id if revision is None else f"{hub_id} --revision {revision}"
-            raise FileNotFoundError(
-                f"there is no directory {hub_id!r}, and the hub's cache {constants.HF_HUB_CACHE} does not hold all "
-                f"of such a model: unset HF_HUB_OFFLINE, or fetch it where there is a network: hf download {wanted}"
-            ) from error
+    try:
+        return Path(find(allow_patterns=_NEEDED, local_files_only=True))
+    except FileNotFoundError as error:
+        wanted = hub_id if revision is None else f"{hub_id} --revision {revision}"
+        raise FileNotFoundError(
+            f"there is no directory {hub_id!r}, and the hub's cache {constants.HF_HUB_CACHE} does not hold all "
+            f"of such a model: unset HF_HUB_OFFLINE, or fetch it where there is a network: hf download {wanted}"
+        ) from error

@@ -1,4 +1,4 @@
-"""The model of a checkpoint's config without its memory."""
+"""The model of a checkpoint's config without its memory, and the buffers that no checkpoint holds."""
 
 from __future__ import annotations
 
@@ -39,10 +39,9 @@ def build_on_meta(directory: HfDirectory, dtype: torch.dtype | None = None) -> t
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         if (getattr(config, "num_hidden_layers", 0) or 0) > len(tensors):
             raise ValueError(f"{config.num_hidden_layers} layers cannot be made of {len(tensors)} tensors")
+        dtypes = {} if dtype is None else {"dtype": dtype}
         with _building, torch.device("meta"):
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=dtype or _main_dtype(directory), trust_remote_code=False
-            )
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False, **dtypes)
         if (path / "generation_config.json").is_file():
             model.generation_config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
     state = model.state_dict(keep_vars=True)
@@ -75,10 +74,36 @@ def build_like(model: nn.Module, config: Any) -> nn.Module:
     return built
 
 
-def _main_dtype(directory: HfDirectory) -> torch.dtype:
-    """Return the floating dtype that most bytes of the checkpoint are in."""
-    sizes: dict[torch.dtype, int] = {}
-    for _, entry in directory.tensors.values():
-        if entry.dtype.is_floating_point and entry.dtype.itemsize > 1:
-            sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.stop - entry.start
-    return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
+def compute_buffers(model: Any) -> None:
+    """Let transformers compute what no checkpoint of ``model`` holds, on the CPU: rotary frequencies, causal masks.
+
+    It does so where it initializes weights, in ``_init_weights``. The model is on the meta device, so weights stay
+    what they are. Local; nothing is communicated.
+
+    Raises:
+        NotImplementedError: a buffer is not computed.
+    """
+    persistent = model.state_dict().keys()
+    names = [name for name, _ in model.named_buffers(remove_duplicate=False) if name not in persistent]
+    # What is computed does not depend on what was there before.
+    low, high = (_computed_over(model, names, value) for value in (0, 1))
+    for name in names:
+        if not torch.equal(low[name], high[name]):
+            raise NotImplementedError(
+                f"the buffer {name!r} of {type(model).__name__} is in no checkpoint and transformers does not compute "
+                "it for a model built on the meta device; this architecture cannot be loaded in shards"
+            )
+
+
+def _computed_over(model: Any, names: list[str], value: int) -> dict[str, torch.Tensor]:
+    """Compute the buffers after filling them with ``value``, and return their bytes."""
+    owners = {name.rpartition(".")[0] for name in names}
+    for prefix, module in model.named_modules():
+        module._is_hf_initialized = prefix not in owners
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        filled = torch.full_like(model.get_buffer(name), value, device="cpu")
+        model.get_submodule(owner).register_buffer(attribute, filled, persistent=False)
+    with own_settings(), torch.device("cpu"):
+        model.initialize_weights()
+    return {name: model.get_buffer(name).clone().reshape(-1).view(torch.uint8) for name in names}
