@@ -1,25 +1,22 @@
-"""What transformers makes of stored tensors on loading, followed without their values: where each of them goes.
-
-Its own converters run, on tensors of which only the shape is known, and which parts of stored tensors they are made of.
-A converter that does more than placing (a permutation by reshaping, dequantization) is not followed.
-"""
+"""What transformers makes of stored tensors on loading, followed without their values: where each of them goes."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.regions import Region
 
-T = TypeVar("T")
-
 
 class Placed:
-    """A tensor of known ``shape``, made of ``regions`` of stored ones. Transformers takes it for a tensor."""
+    """A tensor of known ``shape``, made of ``regions`` of stored ones. Transformers' converters take it for a tensor.
+
+    They run on the shapes alone. One that does more than placing (a permutation by reshaping, dequantization) fails.
+    """
 
     def __init__(self, shape: Iterable[int], regions: list[Region]) -> None:
         self.shape, self.regions = torch.Size(shape), regions
@@ -28,13 +25,7 @@ class Placed:
         raise NotImplementedError(name)
 
     @classmethod
-    def __torch_function__(
-        cls,
-        function: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function not in _FUNCTIONS:
             raise NotImplementedError(function.__name__)
         return _FUNCTIONS[function](*args, **(kwargs or {}))
@@ -42,6 +33,74 @@ class Placed:
     def contiguous(self) -> Placed:
         """Return itself: where elements lie in memory does not matter."""
         return self
+
+
+def _stack(tensors: Sequence[Placed], dim: int = 0) -> Placed:
+    _check_alike(tensors, None)
+    rows = [
+        Placed(_with(placed.shape, dim, dim, 1), [region.unsqueezed(dim) for region in placed.regions])
+        for placed in tensors
+    ]
+    return _cat(rows, dim)
+
+
+def _cat(tensors: Sequence[Placed], dim: int = 0) -> Placed:
+    _check_alike(tensors, dim)
+    starts = itertools.accumulate((placed.shape[dim] for placed in tensors), initial=0)
+    regions = [
+        region.moved(dim, start) for placed, start in zip(tensors, starts, strict=False) for region in placed.regions
+    ]
+    size = sum(placed.shape[dim] for placed in tensors)
+    return Placed(_with(tensors[0].shape, dim, dim + 1, size), regions)
+
+
+def _split(tensor: Placed, sizes: Sequence[int], dim: int = 0) -> list[Placed]:
+    if sum(sizes) != tensor.shape[dim]:
+        stored = tensor.regions[0].stored
+        raise ValueError(f"tensor {stored!r} is {list(tensor.shape)}, and its parts are {list(sizes)} along dim {dim}")
+    parts, start = [], 0
+    for size in sizes:
+        inside = [region.narrowed(dim, start, size) for region in tensor.regions]
+        parts.append(Placed(_with(tensor.shape, dim, dim + 1, size), [region for region in inside if region.numel]))
+        start += size
+    return parts
+
+
+def _chunk(tensor: Placed, chunks: int, dim: int = 0) -> list[Placed]:
+    whole = torch.empty(tensor.shape[dim], dtype=torch.uint8, device="meta")
+    return _split(tensor, [len(part) for part in whole.chunk(chunks)], dim)
+
+
+def _transpose(tensor: Placed, dim0: int, dim1: int) -> Placed:
+    order = list(range(len(tensor.shape)))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return Placed((tensor.shape[dim] for dim in order), [region.permuted(order) for region in tensor.regions])
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.stack: _stack,
+    torch.cat: _cat,
+    torch.split: _split,
+    torch.chunk: _chunk,
+    torch.transpose: _transpose,
+}
+
+
+def _with(shape: Sequence[int], low: int, high: int, size: int) -> tuple[int, ...]:
+    """Return ``shape`` with ``size`` in the place of its dims from ``low`` to ``high``."""
+    return (*shape[:low], size, *shape[high:])
+
+
+def _check_alike(tensors: Sequence[Placed], dim: int | None) -> None:
+    """Raise a ValueError unless ``tensors`` are of one shape but for ``dim``."""
+    first, *others = tensors
+    for other in others:
+        sizes = itertools.zip_longest(first.shape, other.shape)
+        if any(one != two and number != dim for number, (one, two) in enumerate(sizes)):
+            raise ValueError(
+                f"{first.regions[0].stored!r} makes {list(first.shape)} and {other.regions[0].stored!r} "
+                f"{list(other.shape)}: they are parts of one weight, and do not go together"
+            )
 
 
 def converted(converter: Any, name: str, shape: Sequence[int], model: Any) -> dict[str, Placed]:
@@ -79,110 +138,14 @@ def _missing(lists: Sequence[Sequence[str]], num: int) -> list[str]:
     A number that is in one list, or less than ``num``, is to be in all of them.
     """
     parts = [[name.split(".") for name in names] for names in lists]
-    places = {place for names in parts for place, of in enumerate(zip(*names, strict=False)) if len(set(of)) > 1}
-    place = places.pop() if len(places) == 1 else 0
-    if not place or any(len(name) <= place for names in parts for name in names):
+    places = {place for names in parts for place, words in enumerate(zip(*names, strict=False)) if len({*words}) > 1}
+    if len(places) != 1 or any(len(name) <= max(places) for names in parts for name in names):
         return []
+    (place,) = places
     there = [{name[place] for name in names} for names in parts]
     wanted = set().union(*there, map(str, range(min(num, max(map(len, there)) + 1))))
     return [
         ".".join([*names[0][:place], number, *names[0][place + 1 :]])
-        for names, of in zip(parts, there, strict=True)
-        for number in sorted(wanted - of)
+        for names, numbers in zip(parts, there, strict=True)
+        for number in sorted(wanted - numbers)
     ]
-
-
-def _stack(tensors: Sequence[Placed], dim: int = 0) -> Placed:
-    _check_alike(tensors, None)
-    return _cat([_unsqueezed(placed, dim) for placed in tensors], dim)
-
-
-def _unsqueezed(tensor: Placed, dim: int) -> Placed:
-    regions = [
-        region._replace(
-            bounds=(*region.bounds[:dim], (0, 1), *region.bounds[dim:]), dims=tuple(d + (d >= dim) for d in region.dims)
-        )
-        for region in tensor.regions
-    ]
-    return Placed((*tensor.shape[:dim], 1, *tensor.shape[dim:]), regions)
-
-
-def _cat(tensors: Sequence[Placed], dim: int = 0) -> Placed:
-    _check_alike(tensors, dim)
-    starts = itertools.accumulate((placed.shape[dim] for placed in tensors), initial=0)
-    regions = [
-        _moved(region, dim, start) for placed, start in zip(tensors, starts, strict=False) for region in placed.regions
-    ]
-    return Placed(_with(tensors[0].shape, dim, sum(placed.shape[dim] for placed in tensors)), regions)
-
-
-def _split(tensor: Placed, sizes: Sequence[int], dim: int = 0) -> list[Placed]:
-    if sum(sizes) != tensor.shape[dim]:
-        stored = tensor.regions[0].stored
-        raise ValueError(f"tensor {stored!r} is {list(tensor.shape)}, and its parts are {list(sizes)} along dim {dim}")
-    starts = itertools.accumulate(sizes, initial=0)
-    return [
-        Placed(
-            _with(tensor.shape, dim, size),
-            [_moved(part, dim, -start) for of in tensor.regions if (part := _narrowed(of, dim, start, size)).numel],
-        )
-        for size, start in zip(sizes, starts, strict=False)
-    ]
-
-
-def _chunk(tensor: Placed, chunks: int, dim: int = 0) -> list[Placed]:
-    whole = torch.empty(tensor.shape[dim], dtype=torch.uint8, device="meta")
-    return _split(tensor, [len(part) for part in whole.chunk(chunks)], dim)
-
-
-def _transpose(tensor: Placed, dim0: int, dim1: int) -> Placed:
-    order = list(range(len(tensor.shape)))
-    order[dim0], order[dim1] = order[dim1], order[dim0]
-    regions = [
-        region._replace(bounds=tuple(region.bounds[d] for d in order), dims=tuple(order.index(d) for d in region.dims))
-        for region in tensor.regions
-    ]
-    return Placed((tensor.shape[d] for d in order), regions)
-
-
-_FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    torch.stack: _stack,
-    torch.cat: _cat,
-    torch.split: _split,
-    torch.chunk: _chunk,
-    torch.transpose: _transpose,
-}
-
-
-def _check_alike(tensors: Sequence[Placed], dim: int | None) -> None:
-    """Raise a ValueError unless ``tensors`` are of one shape but for ``dim``."""
-    first = tensors[0]
-    for other in tensors[1:]:
-        if len(other.shape) != len(first.shape) or any(
-            one != two and d != dim for d, (one, two) in enumerate(zip(first.shape, other.shape, strict=True))
-        ):
-            raise ValueError(
-                f"{first.regions[0].stored!r} makes {list(first.shape)} and {other.regions[0].stored!r} "
-                f"{list(other.shape)}: they are parts of one weight, and do not go together"
-            )
-
-
-def _with(values: Sequence[T], dim: int, value: T) -> tuple[T, ...]:
-    """Return ``values`` of all dims, with ``value`` for ``dim``."""
-    return (*values[:dim], value, *values[dim + 1 :])
-
-
-def _moved(region: Region, dim: int, by: int) -> Region:
-    start, stop = region.bounds[dim]
-    return region._replace(bounds=_with(region.bounds, dim, (start + by, stop + by)))
-
-
-def _narrowed(region: Region, dim: int, start: int, size: int) -> Region:
-    """Return what of ``region`` is in ``size`` indices from ``start`` on along ``dim``."""
-    low, high = region.bounds[dim]
-    new_low = max(low, start)
-    bounds = _with(region.bounds, dim, (new_low, max(min(high, start + size), new_low)))
-    firsts = zip(region.dims, region.stored_start, strict=True)
-    return region._replace(
-        bounds=bounds, stored_start=tuple(first + (new_low - low) * (d == dim) for d, first in firsts)
-    )

@@ -19,10 +19,9 @@ from distprune.checkpoint.hub import resolve_model
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.output_files import allocate_directory, planned
 from distprune.checkpoint.outputs import writing
-from distprune.checkpoint.sharded_file import write_shards
 from distprune.checkpoint.shared_reading import open_together
 from distprune.checkpoint.source_tensors import SourceTensor, output_of
-from distprune.checkpoint.stored_slices import Progress, Stored, fill_shards
+from distprune.checkpoint.stored_slices import Progress, Stored, fill_shards, write_shards
 from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import Group, communicator
 from distprune.collectives.slow import work_together

@@ -52,6 +52,32 @@ class Region(NamedTuple):
         sizes = (self.bounds[dim][1] - self.bounds[dim][0] for dim in self.dims)
         return tuple((start, start + size) for start, size in zip(self.stored_start, sizes, strict=True))
 
+    def unsqueezed(self, dim: int) -> Region:
+        """Return the region of the model's tensor with another ``dim``, of size 1."""
+        bounds = (*self.bounds[:dim], (0, 1), *self.bounds[dim:])
+        return self._replace(bounds=bounds, dims=tuple(other + (other >= dim) for other in self.dims))
+
+    def permuted(self, order: Sequence[int]) -> Region:
+        """Return the region of the model's tensor with its dims in this order."""
+        bounds = tuple(self.bounds[dim] for dim in order)
+        return self._replace(bounds=bounds, dims=tuple(order.index(dim) for dim in self.dims))
+
+    def moved(self, dim: int, by: int) -> Region:
+        """Return the region so many indices further along ``dim`` of the model's tensor."""
+        start, stop = self.bounds[dim]
+        return self._replace(bounds=(*self.bounds[:dim], (start + by, stop + by), *self.bounds[dim + 1 :]))
+
+    def narrowed(self, dim: int, start: int, size: int) -> Region:
+        """Return what of the region is in ``size`` indices from ``start`` on along ``dim``, counted from there."""
+        low, high = self.bounds[dim]
+        first = max(low, start)
+        inside = (first - start, max(min(high, start + size), first) - start)
+        places = zip(self.dims, self.stored_start, strict=True)
+        return self._replace(
+            bounds=(*self.bounds[:dim], inside, *self.bounds[dim + 1 :]),
+            stored_start=tuple(place + (first - low) * (other == dim) for other, place in places),
+        )
+
     def from_zero(self, name: str) -> Region:
         """Return the region as all of a tensor ``name`` of its size."""
         return self._replace(name=name, bounds=tuple((0, stop - start) for start, stop in self.bounds))

@@ -1,27 +1,44 @@
-"""The slices of stored tensors that a rank holds, read file by file in the order of their bytes."""
+"""The parts of stored tensors that a rank holds: read and written at their places in safetensors files.
+
+Ranks write side by side, each its own elements. The bytes are the same whatever the number of ranks and the layout, so
+any other number of ranks can read them.
+"""
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from distprune.checkpoint.disk import sync_file
 from distprune.checkpoint.hf_directory import TensorEntry, WeightFile, open_weights
+from distprune.checkpoint.output_files import header_of, planned
+from distprune.checkpoint.outputs import writing_file
+from distprune.collectives.agree import together
+from distprune.collectives.base import Communicator
+from distprune.collectives.slow import work_together
 from distprune.shards.geometry import Geometry
-from distprune.shards.local_shard import LocalShard, cut
-from distprune.shards.staged import send_in_turn
+from distprune.shards.local_shard import LocalShard, bytes_of, cut, flat_chunk
+from distprune.shards.staged import fetch_in_turn, send_in_turn
 
 _AHEAD_BYTES = 1 << 20  # read ahead at a time: of more Linux reads as much as a disk likes to, and forgets the rest
 ROWS_TOGETHER = 8  # of a matrix: it is cut at multiples of so many
 _COPY_BYTES = 8 << 20  # read at a time; what is mapped from the file is not counted as ours
+_WRITE_BYTES = 8 << 20  # written at a time
+_SCATTERED_ELEMENTS = 1 << 18  # placed at a time where they do not lie side by side
 
 Stored: TypeAlias = tuple[LocalShard, WeightFile, TensorEntry]  # a shard, and where its tensor is stored
 Progress: TypeAlias = Callable[[int, int], None] | None  # is told how many bytes are done, of how many in all
 Slices: TypeAlias = Iterator[tuple[torch.Tensor, torch.Tensor]]  # (rows of the local tensor, what is stored there)
+Stretch: TypeAlias = tuple[int, int, int]  # flat index in the whole tensor; start and stop in the chunk
 
 
 def stored_slices(
@@ -78,3 +95,133 @@ def _parts(shard: LocalShard, entry: TensorEntry, file: Any) -> Slices:
             part = Geometry(tuple(rows.shape), (((0, len(rows)),), *shard.geometry.dim_runs[1:]))
             yield shard.local[local_start : local_start + len(rows)], cut(rows, part)
             local_start += len(rows)
+
+
+def write_shards(work: Sequence[Stored], progress: Progress = None) -> None:
+    """Write every shard of ``work``, by files, to its places. Local; raises as :func:`write_chunk`."""
+    num_done, num_total = 0, sum(shard.local.nbytes for shard, _, _ in work)
+    for path, of_file in itertools.groupby(work, key=lambda stored: stored[1].path):
+        with path.open("r+b", buffering=0) as handle:
+            for shard, _, entry in of_file:
+                for values, stretches in chunks_of(shard):
+                    write_chunk(handle.fileno(), entry, values, stretches)
+                    num_done += values.nbytes
+                    if progress is not None:
+                        progress(num_done, num_total)
+
+
+def chunks_of(shard: LocalShard) -> Iterator[tuple[torch.Tensor, list[Stretch]]]:
+    """Yield the shard's elements, some at a time, on the CPU, with the stretches that lie side by side in the whole.
+
+    Each chunk until the next one is asked for, which is on its way meanwhile.
+    """
+    # Scattered elements need eight bytes of place each, several times over.
+    is_one = shard.geometry.flat_start is not None
+    step = max(1, _WRITE_BYTES // shard.local.element_size()) if is_one else _SCATTERED_ELEMENTS
+    numel = shard.local.numel()
+    bounds = [(start, min(start + step, numel)) for start in range(0, numel, step)]
+    chunks = fetch_in_turn(flat_chunk(shard.local, start, stop) for start, stop in bounds)
+    for chunk, (start, stop) in zip(chunks, bounds, strict=True):
+        yield chunk.contiguous(), stretches_of(shard.geometry, start, stop)
+
+
+def stretches_of(geometry: Geometry, start: int, stop: int) -> list[Stretch]:
+    """Return where the elements from local offset ``start`` to ``stop`` lie side by side in the whole. Local."""
+    if geometry.flat_start is not None:
+        return [(geometry.flat_start + start, 0, stop - start)]
+    flat = geometry.flat_indices(start, stop)
+    breaks = np.flatnonzero(np.diff(flat) != 1) + 1
+    bounds = [0, *breaks.tolist(), stop - start]
+    return [(int(flat[low]), low, high) for low, high in itertools.pairwise(bounds)]
+
+
+def write_chunk(
+    descriptor: int, entry: TensorEntry, values: torch.Tensor | npt.NDArray[Any], stretches: list[Stretch]
+) -> None:
+    """Write a chunk of the tensor ``entry``, or its bits, to its places in the file. Local.
+
+    Raises:
+        OSError: the disk is full or not writable, or ``values`` are mapped and their file has become shorter; it names
+            the tensor.
+    """
+    written, itemsize = bytes_of(values), entry.dtype.itemsize
+    data = written.data
+    try:
+        for flat_start, low, high in stretches:
+            _write_at(descriptor, data[low * itemsize : high * itemsize], entry.start + flat_start * itemsize)
+    except OSError as error:
+        if error.errno == errno.EFAULT and (path := mapped_file_at(written.ctypes.data)):
+            raise OSError(f"cannot read {entry.name!r}: {path} has become shorter while it was read") from error
+        raise OSError(error.errno, f"cannot write {entry.name!r}: {error.strerror}") from error
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def mapped_file_at(address: int) -> str:
+    """Return the path of the file that this process has mapped to where ``address`` is, or ``""``. Linux; local."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            for line in maps:
+                bounds, *others = line.split(maxsplit=5)
+                start, stop = (int(bound, 16) for bound in bounds.split("-"))
+                if start <= address < stop:
+                    return others[4].strip() if len(others) == 5 else ""
+    except OSError:  # another system
+        pass
+    return ""
+
+
+def write_together(
+    comm: Communicator,
+    target: str | Path,
+    shapes: Mapping[str, Sequence[int]],
+    dtype: torch.dtype,
+    parts: Sequence[LocalShard],
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Write tensors of ``shapes`` to the file ``target``, of which ``parts`` are what this rank has to write.
+
+    Its bytes do not depend on the layout. Every rank must call it, and see ``target``. Rounds: those of
+    :func:`writing_file`, one of 64 bytes, and those of :func:`work_together`.
+
+    Raises:
+        OSError, ValueError: on every rank, nothing changed: as :func:`writing_file`.
+    """
+    with writing_file(target, comm, overwrite=overwrite) as staging:
+        with together(comm):
+            whole = [
+                LocalShard(name, torch.empty(tuple(shape), dtype=dtype, device="meta"), Geometry.whole(shape))
+                for name, shape in shapes.items()
+            ]
+            file = planned(staging, whole)
+            places = {entry.name: entry for entry in file.tensors}
+            if comm.rank == 0:
+                staging.write_bytes(header_of(file.tensors))
+                os.truncate(staging, file.tensors[-1].stop)
+
+        def write() -> None:
+            write_shards([(part, file, places[part.name]) for part in parts])
+            sync_file(staging)
+
+        work_together(comm, write)
+
+
+def fill_from_file(file: WeightFile, shards: Sequence[LocalShard]) -> None:
+    """Read this rank's ``shards`` of the tensors of their names from ``file``, in place. Local; nothing is unpickled.
+
+    Raises:
+        ValueError: a tensor is missing, or has another shape or dtype; the file is no safetensors file.
+    """
+    stored = {entry.name: entry for entry in file.tensors}
+    for shard in shards:
+        entry = stored.get(shard.name)
+        if entry is None or (entry.shape, entry.dtype) != (shard.shape, shard.local.dtype):
+            held = "nothing" if entry is None else f"{entry.dtype} {entry.shape}"
+            wanted = f"{shard.local.dtype} {tuple(shard.shape)}"
+            raise ValueError(f"{file.path} holds {held} under {shard.name!r}, where {wanted} is called for")
+    fill_shards([(shard, file, stored[shard.name]) for shard in shards])

@@ -12,7 +12,7 @@ import signal
 import sys
 from typing import Any
 
-from distprune.checkpoint.sharded_file import mapped_file_at
+from distprune.checkpoint.stored_slices import mapped_file_at
 
 _ADDRESS_AT = 16  # in Linux's siginfo_t of 64 bits: where the process has read
 _WITH_INFORMATION = 4  # SA_SIGINFO

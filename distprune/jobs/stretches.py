@@ -26,9 +26,8 @@ from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry
 from distprune.checkpoint.naming import different_values
 from distprune.checkpoint.output_files import allocate_directory, planned
 from distprune.checkpoint.regions import Region
-from distprune.checkpoint.sharded_file import chunks_of, write_chunk
 from distprune.checkpoint.stored_parameters import StoredParameters, mapped_tensors
-from distprune.checkpoint.stored_slices import Progress, read_ahead
+from distprune.checkpoint.stored_slices import Progress, chunks_of, read_ahead, write_chunk
 from distprune.collectives.agree import sum_together, together
 from distprune.collectives.base import Communicator
 from distprune.collectives.slow import work_together

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from distprune import Block, NByM, PerRow, Unstructured
 from distprune.calibration.window_gradients import WindowGradients
-from distprune.checkpoint import sharded_file
+from distprune.checkpoint import stored_slices
 from distprune.checkpoint.hf_save import ModelWriter
 from distprune.checkpoint.inspect import inspect_directory
 from distprune.cli import main
@@ -70,7 +70,7 @@ def run_on_rank(_: int, job: OneShotJob, dies_in_block: int | None) -> str:
 
 def test_every_tensor_is_written_once(job: OneShotJob, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[int] = []
-    monkeypatch.setattr(sharded_file, "write_chunk", lambda _, __, values, ___: written.append(values.nbytes))
+    monkeypatch.setattr(stored_slices, "write_chunk", lambda _, __, values, ___: written.append(values.nbytes))
     run_one_shot_job(job)
     assert sum(written) == sum(tensor.nbytes for tensor in load_file(Path(job.model) / "model.safetensors").values())
 

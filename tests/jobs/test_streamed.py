@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from distprune.checkpoint import stored_slices
 from distprune.checkpoint.hf_directory import open_directory
-from distprune.checkpoint.sharded_file import write_chunk
+from distprune.checkpoint.stored_slices import write_chunk
 from distprune.jobs import PruneJob, StreamedJob, run_prune_job, run_streamed_job, stretches
 from distprune.jobs.journal import JOURNAL_NAME, Journal
 from distprune.jobs.stretches import STRETCH, StretchWriter

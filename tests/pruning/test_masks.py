@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import distprune as prune
-from distprune.checkpoint import sharded_file
+from distprune.checkpoint import stored_slices
 from distprune.collectives.communicator import Alone
 from tests.decoder import BLOCK_WEIGHTS, Decoder, decoder
 from tests.worlds import ProcessPool, run_threads
@@ -316,7 +316,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     def full(*_: object) -> None:
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(sharded_file, "write_chunk", full)
+    monkeypatch.setattr(stored_slices, "write_chunk", full)
     with pytest.raises(OSError, match="the disk is full"):
         (~masks).save(tmp_path / FILE, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
