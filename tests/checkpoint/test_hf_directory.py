@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from distprune.checkpoint.hf_directory import open_directory
 from tests.hf_models import make_model
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+NORM = "model.norm.weight"  # a tensor
 
 
 def test_describes_single_file(tmp_path: Path) -> None:
@@ -25,7 +29,7 @@ def test_describes_several_files(tmp_path: Path) -> None:
     directory = open_directory(make_model(tmp_path, max_shard_size="10KB"))
     assert directory.is_indexed
     assert len(directory.weight_files) > 1
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    index = json.loads((tmp_path / INDEX).read_text())
     assert {name: file.path.name for name, (file, _) in directory.tensors.items()} == index["weight_map"]
 
 
@@ -35,73 +39,62 @@ def test_fingerprint_tells_models_apart(tmp_path: Path) -> None:
     assert open_directory(make_model(tmp_path / "c", tied=False)).fingerprint() != one
 
 
-def test_missing_directory(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no model directory"):
-        open_directory(tmp_path / "nothing")
+def loop(path: Path) -> None:
+    path.symlink_to(path)
 
 
-def test_file_instead_of_directory(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError, match="not a directory"):
-        open_directory(tmp_path / "file")
+def config_alone(path: Path) -> None:
+    path.mkdir()
+    (path / "config.json").write_text("{}")
 
 
-def test_empty_directory(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
-        open_directory(tmp_path)
+NO_MODELS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
+    "nothing": (lambda _: None, FileNotFoundError, "no model directory"),
+    "a loop of links": (loop, FileNotFoundError, "no model directory"),
+    "a file": (Path.touch, NotADirectoryError, "not a directory"),
+    "empty": (Path.mkdir, FileNotFoundError, r"has no config\.json"),
+    "no weights": (config_alone, FileNotFoundError, "holds no weights"),
+}
 
 
-def test_directory_without_weights(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match="holds no weights"):
-        open_directory(tmp_path)
+@pytest.mark.parametrize("name", NO_MODELS)
+def test_no_models(tmp_path: Path, name: str) -> None:
+    make, error, message = NO_MODELS[name]
+    make(tmp_path / "model")
+    with pytest.raises(error, match=message):
+        open_directory(tmp_path / "model")
 
 
-@pytest.mark.parametrize("size", [0, 4, 100, -1])
-def test_truncated_file(tmp_path: Path, size: int) -> None:
-    path = make_model(tmp_path) / "model.safetensors"
-    os.truncate(path, size if size >= 0 else path.stat().st_size - 1)
-    with pytest.raises(ValueError, match="truncated"):
-        open_directory(tmp_path)
+def cut_to(size: int) -> Callable[[bytes], bytes]:
+    return lambda content: content[:size]
 
 
-def test_file_with_more_than_its_header_says(tmp_path: Path) -> None:
-    path = make_model(tmp_path) / "model.safetensors"
-    with path.open("ab") as file:
-        file.write(b"\0")
-    with pytest.raises(ValueError, match="is corrupt"):
-        open_directory(tmp_path)
+def damaged_at(place: int) -> Callable[[bytes], bytes]:
+    return lambda content: content[:place] + b"\xff" * 6 + content[place + 6 :]
 
 
-@pytest.mark.parametrize("place", [0, 8, 30])
-def test_corrupt_header(tmp_path: Path, place: int) -> None:
-    path = make_model(tmp_path) / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[place : place + 6] = b"\xff" * 6
-    path.write_bytes(data)
-    with pytest.raises(ValueError, match="is corrupt"):
-        open_directory(tmp_path)
+def with_entry(**entry: object) -> Callable[[bytes], bytes]:
+    header = json.dumps({"w": entry}).encode()
+    return lambda _: len(header).to_bytes(8, "little") + header + b"\0" * 8
 
 
-def write_header(path: Path, header: dict[str, object], num_data: int) -> None:
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * num_data)
+CORRUPT: dict[str, Callable[[bytes], bytes]] = {
+    **{f"cut to {size}": cut_to(size) for size in (0, 4, 100, -1)},
+    **{f"damaged at {place}": damaged_at(place) for place in (0, 8, 30)},
+    "more than the header says": lambda content: content + b"\0",
+    "too few bytes": with_entry(dtype="F32", shape=[3], data_offsets=[0, 8]),
+    "negative": with_entry(dtype="F32", shape=[-2], data_offsets=[0, -8]),
+    "no such dtype": with_entry(dtype="X9", shape=[2], data_offsets=[0, 8]),
+    "no offsets": with_entry(dtype="F32", shape=[2]),
+    "a hole": with_entry(dtype="F32", shape=[1], data_offsets=[4, 8]),
+}
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]},  # fewer bytes than the shape needs
-        {"dtype": "F32", "shape": [-2], "data_offsets": [0, -8]},
-        {"dtype": "X9", "shape": [2], "data_offsets": [0, 8]},
-        {"dtype": "F32", "shape": [2]},
-        {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]},  # a hole
-    ],
-)
-def test_header_that_contradicts_itself(tmp_path: Path, entry: dict[str, object]) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    write_header(tmp_path / "model.safetensors", {"w": entry}, 8)
-    with pytest.raises(ValueError, match="is corrupt"):
+@pytest.mark.parametrize("damage", CORRUPT)
+def test_corrupt_weights(tmp_path: Path, damage: str) -> None:
+    path = make_model(tmp_path) / SINGLE
+    path.write_bytes(CORRUPT[damage](path.read_bytes()))
+    with pytest.raises(ValueError, match="is corrupt or truncated"):
         open_directory(tmp_path)
 
 
@@ -110,71 +103,54 @@ def indexed(tmp_path: Path) -> Path:
     return make_model(tmp_path / "model", max_shard_size="10KB")
 
 
-def change_index(folder: Path, name: str | None) -> None:
-    path = folder / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    index["weight_map"]["model.norm.weight"] = name
-    path.write_text(json.dumps(index))
+def file_of(folder: Path, tensor: str) -> str:
+    return str(json.loads((folder / INDEX).read_text())["weight_map"][tensor])
 
 
-def test_index_names_a_file_that_is_absent(indexed: Path) -> None:
-    change_index(indexed, "model-99999-of-99999.safetensors")
-    with pytest.raises(FileNotFoundError, match="not there"):
-        open_directory(indexed)
+def another_file(folder: Path) -> str:
+    return next(path.name for path in sorted(folder.glob("*.safetensors")) if path.name != file_of(folder, NORM))
 
 
 @pytest.mark.parametrize(
-    "name", ["../outside.safetensors", "/etc/outside.safetensors", "deep/inside.safetensors", ".."]
+    ("name", "error", "message"),
+    [
+        ("model-99999-of-99999.safetensors", FileNotFoundError, "not there"),
+        ("../outside.safetensors", ValueError, "outside the model directory"),
+        ("/etc/outside.safetensors", ValueError, "outside the model directory"),
+        ("deep/inside.safetensors", ValueError, "outside the model directory"),
+        ("..", ValueError, "outside the model directory"),
+        ("pytorch_model.bin", ValueError, "no safetensors file"),
+        ("another", ValueError, "does not hold it"),
+    ],
 )
-def test_index_names_a_file_outside(indexed: Path, name: str) -> None:
-    (indexed.parent / "outside.safetensors").write_bytes((indexed / "config.json").read_bytes())
-    change_index(indexed, name)
-    with pytest.raises(ValueError, match="outside the model directory"):
-        open_directory(indexed)
-
-
-def test_index_names_a_pickle(indexed: Path) -> None:
-    (indexed / "pytorch_model.bin").touch()
-    change_index(indexed, "pytorch_model.bin")
-    with pytest.raises(ValueError, match="no safetensors file"):
-        open_directory(indexed)
-
-
-def test_index_names_a_tensor_that_its_file_does_not_hold(indexed: Path) -> None:
-    wrong = sorted(path.name for path in indexed.glob("*.safetensors"))[0]
-    change_index(indexed, wrong)
-    with pytest.raises(ValueError, match="does not hold it"):
+def test_an_index_that_puts_a_tensor_elsewhere(indexed: Path, name: str, error: type[Exception], message: str) -> None:
+    for other in (indexed.parent / "outside.safetensors", indexed / "pytorch_model.bin"):
+        other.touch()
+    index = json.loads((indexed / INDEX).read_text())
+    index["weight_map"][NORM] = another_file(indexed) if name == "another" else name
+    (indexed / INDEX).write_text(json.dumps(index))
+    with pytest.raises(error, match=message):
         open_directory(indexed)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"weight_map": {}}', '{"weight_map": {"a": 3}}'])
 def test_index_that_is_no_index(indexed: Path, text: str) -> None:
-    (indexed / "model.safetensors.index.json").write_text(text)
+    (indexed / INDEX).write_text(text)
     with pytest.raises(ValueError, match=r"index\.json is corrupt"):
         open_directory(indexed)
 
 
-def copy_tensor(folder: Path, name: str, file: str, difference: float) -> None:
-    tensors, more = load_file(folder / file), load_file(folder / find(folder, name))
-    save_file({**tensors, name: more[name] + difference}, folder / file, {"format": "pt"})
-
-
-def find(folder: Path, tensor: str) -> str:
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    return str(index["weight_map"][tensor])
-
-
 @pytest.mark.parametrize("difference", [0, 1])
 def test_a_tensor_in_two_files(indexed: Path, difference: float) -> None:
-    name = "model.norm.weight"
-    other = next(path.name for path in sorted(indexed.glob("*.safetensors")) if path.name != find(indexed, name))
-    copy_tensor(indexed, name, other, difference)
-    with pytest.raises(ValueError, match=rf"'{name}' is in '{other}', and .*{find(indexed, name)}"):
+    right, other = file_of(indexed, NORM), another_file(indexed)
+    tensors = load_file(indexed / other) | {NORM: load_file(indexed / right)[NORM] + difference}
+    save_file(tensors, indexed / other, {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"'{NORM}' is in '{other}', and .*{right}"):
         open_directory(indexed)
 
 
 def test_a_single_file_beside_an_index(indexed: Path) -> None:
-    (indexed / "model.safetensors").write_bytes(next(indexed.glob("*.safetensors")).read_bytes())
+    (indexed / SINGLE).write_bytes(next(indexed.glob("*.safetensors")).read_bytes())
     with pytest.raises(ValueError, match="holds two models"):
         open_directory(indexed)
 
@@ -215,9 +191,3 @@ def test_the_cache_of_the_hub(tmp_path: Path, cache: str) -> None:
             open_directory(folder)
     else:
         assert len(open_directory(folder).weight_files) > 1
-
-
-def test_a_loop_of_links(tmp_path: Path) -> None:
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(FileNotFoundError, match="no model directory"):
-        open_directory(tmp_path / "loop")

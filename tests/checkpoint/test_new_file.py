@@ -19,7 +19,6 @@ from distprune.training.report import TrainingReport, Update
 from tests.checkpoint.test_outputs import content
 from tests.hf_models import make_model, make_tokenizer
 from tests.jobs.test_compare import write as write_report
-from tests.worlds import run_threads
 
 NAME = "out.png"
 Write = Callable[[Path, Path, bool], object]
@@ -174,16 +173,3 @@ def test_more_windows_than_there_is_room_for(model: Path, tmp_path: Path, monkey
     with pytest.raises(ValueError, match=r"writing own words takes .* that are free on cpu"):
         run_sample_job(replace(job, samples=1 << 20, sequence_length=4))
     assert not list(tmp_path.iterdir())
-
-
-def test_all_ranks_raise_and_nothing_is_left(tmp_path: Path) -> None:
-    (tmp_path / "masks").write_text("theirs")
-
-    def on_rank(_: int) -> None:
-        model = nn.Linear(2, 2, bias=False, device="meta").to_empty(device="cpu")
-        nn.init.ones_(model.weight)
-        with pytest.raises(FileExistsError, match="is there"):
-            prune.compute_masks(model, 0.5).save(tmp_path / "masks")
-
-    run_threads(2, on_rank)
-    assert content(tmp_path) == {"masks": "theirs"}

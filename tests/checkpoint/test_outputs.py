@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import platform
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -51,19 +49,14 @@ def test_published_when_the_body_ends(tmp_path: Path) -> None:
     assert content(tmp_path) == {f"deep/out/file{rank}": str(rank) for rank in range(3)}
 
 
-def test_an_empty_directory_may_be_there(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    with writing(tmp_path / "out") as staging:
+@pytest.mark.parametrize("make", [Path.mkdir, make_old])
+def test_an_empty_directory_and_a_model_are_replaced(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    make(tmp_path / "out")
+    before = content(tmp_path)
+    with writing(tmp_path / "out", overwrite=bool(before)) as staging:
         (staging / "new").write_text("new")
+        assert content(tmp_path / "out") == {name.removeprefix("out/"): text for name, text in before.items()}
     assert content(tmp_path) == {"out/new": "new"}
-
-
-def test_overwrite_replaces_a_model(tmp_path: Path) -> None:
-    make_old(tmp_path / "out")
-    with writing(tmp_path / "out", overwrite=True) as staging:
-        (staging / "new").write_text("new")
-        assert content(tmp_path / "out") == content(make_old(tmp_path / "same"))
-    assert content(tmp_path) == {"out/new": "new", "same/config.json": "old", "same/model.safetensors": "old"}
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
@@ -149,13 +142,8 @@ def test_a_rank_lost_meanwhile_is_not_asked(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_interrupted(tmp_path: Path) -> None:
-    def write() -> None:
-        with writing(tmp_path / "out") as staging:
-            (staging / "half").write_text("half")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write()
+    with pytest.raises(KeyboardInterrupt), writing(tmp_path / "out"):
+        raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
 
 
@@ -265,15 +253,7 @@ def test_files_that_are_like_leftovers_stay(tmp_path: Path) -> None:
     assert content(tmp_path) == before
 
 
-@pytest.mark.filterwarnings("ignore:flock not supported")
-@pytest.mark.parametrize("has_locks", [True, False])
-def test_two_jobs_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_locks: bool) -> None:
-    def no_locks(*_: int) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    if not has_locks:
-        monkeypatch.setattr(fcntl, "flock", no_locks)
-
+def test_two_jobs_at_once(tmp_path: Path) -> None:
     def write(_: int) -> None:
         with writing(tmp_path / "out"):
             pass
@@ -285,25 +265,6 @@ def test_two_jobs_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_l
         holder = f"process {os.getpid()} on {platform.node()}"
         assert all(f"is being written by {holder}" in str(error) for error in errors)
     assert content(tmp_path) == {"out/first": "first"}
-
-
-def test_the_job_before_ends_while_its_lock_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lock on a file that is gone locks nobody out."""
-    flock, lock = fcntl.flock, tmp_path / ".out.lock"
-    opened: list[int] = []
-
-    def lose(descriptor: int, operation: int) -> None:
-        if not opened:
-            lock.unlink()
-        opened.extend([descriptor] if operation & fcntl.LOCK_EX else [])
-        flock(descriptor, operation)
-
-    lock.touch()
-    monkeypatch.setattr(fcntl, "flock", lose)
-    with writing(tmp_path / "out"):
-        assert str(os.getpid()) in lock.read_text()
-    assert len(opened) == 2
-    assert content(tmp_path) == {}
 
 
 def test_the_lock_is_no_link_to_follow(tmp_path: Path) -> None:

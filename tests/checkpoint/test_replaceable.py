@@ -11,31 +11,26 @@ from distprune.checkpoint.replaceable import check_output
 from tests.checkpoint.test_outputs import make_old
 
 
-def test_not_empty_without_overwrite(tmp_path: Path) -> None:
-    (tmp_path / "old").touch()
-    with pytest.raises(FileExistsError, match="overwrite=True"):
-        check_output(tmp_path)
-
-
-def test_a_file_where_the_directory_would_be(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("target", "error", "message"),
+    [
+        ("", FileExistsError, "overwrite=True"),
+        ("file", NotADirectoryError, "is a file"),
+        ("file/below", NotADirectoryError, "is a file"),
+        ("new/er/out", FileNotFoundError, "cannot be made: there is no directory .*new$"),
+        ("loop", ValueError, "is a link to"),
+        ("loop/out", NotADirectoryError, "is a file"),
+        ("model", ValueError, "inside each other"),
+        ("model/inside", ValueError, "inside each other"),
+    ],
+)
+def test_no_directory_may_be_there(tmp_path: Path, target: str, error: type[Exception], message: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError, match="is a file"):
-        check_output(tmp_path / "file")
-    with pytest.raises(NotADirectoryError, match="is a file"):
-        check_output(tmp_path / "file" / "below")
-
-
-def test_one_directory_is_made_above_it_and_no_more(tmp_path: Path) -> None:
-    assert check_output(tmp_path / "new" / "out") == tmp_path / "new" / "out"
-    with pytest.raises(FileNotFoundError, match=f"cannot be made: there is no directory {tmp_path / 'new'}$"):
-        check_output(tmp_path / "new" / "er" / "out")
-
-
-@pytest.mark.parametrize("target", ["model", "model/inside", "."])
-def test_inside_or_above_the_model(tmp_path: Path, target: str) -> None:
     (tmp_path / "model").mkdir()
-    with pytest.raises(ValueError, match="inside each other"):
-        check_output(tmp_path / target, overwrite=True, inputs=[tmp_path / "model"])
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(error, match=message):
+        check_output(tmp_path / target, inputs=[tmp_path / "model"] if "model" in target else ())
+    assert check_output(tmp_path / "new" / "out") == tmp_path / "new" / "out"  # one directory is made above it
 
 
 def test_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,11 +51,8 @@ def refused(path: Path | str, message: str, *inputs: Path) -> None:
         check_output(path, overwrite=True, inputs=inputs)
 
 
-def test_no_name() -> None:
-    refused("", "no name")
-
-
 def test_home_and_current_directory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused("", "no name")
     monkeypatch.setenv("HOME", str(model))
     refused(model, "holds the home directory")
     monkeypatch.setenv("HOME", "/")
@@ -111,6 +103,7 @@ def test_inputs_in_the_output(model: Path, tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(text)
     refused(model, "lie inside each other", link)
+    refused(tmp_path, "lie inside each other", text)
     # A model directory whose weights are links into the output.
     source = tmp_path / "source"
     source.mkdir()
@@ -125,10 +118,3 @@ def test_the_input_under_another_name(model: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Path, "samefile", lambda a, b: {a, b} == {model, same} or samefile(a, b))
     refused(model, "lie inside each other", same)
     refused(model, "lie inside each other", same / "config.json")
-
-
-def test_loops_of_links(tmp_path: Path) -> None:
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    refused(tmp_path / "loop", "is a link to")
-    with pytest.raises(NotADirectoryError, match="is a file"):
-        check_output(tmp_path / "loop" / "out")
