@@ -164,20 +164,15 @@ def as_told(error: BaseException) -> Exception:
         return error
     if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
         raise error
-    return _Panic(error)
-
-
-class _Panic(RuntimeError):
-    """What ranks raise for ``error``, which is no Exception."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(repr(error))
-        self.__cause__ = self.error = error
+    told = RuntimeError(repr(error))
+    told.__cause__ = error
+    return told
 
 
 def as_raised(error: Exception) -> BaseException:
     """Return what :func:`as_told` was given: what a lone process raises, which has nobody to tell."""
-    return error.error if isinstance(error, _Panic) else error
+    cause = error.__cause__
+    return error if cause is None or isinstance(cause, Exception) else cause
 
 
 def has_lost_ranks(error: Exception) -> bool:

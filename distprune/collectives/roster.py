@@ -73,15 +73,15 @@ class Roster:
         return sorted(rank for i in self.lists_with[member] for rank in self.lists[i])
 
 
-def roster_of_one(comm: Communicator, members: Sequence[Member]) -> Roster:
+def roster_of_one(comm: Communicator, members: Sequence[Member], *, on_gpu: bool = False) -> Roster:
     """Return the roster where every rank is known to hold this very list; nothing is communicated."""
     _check_names(0, members)
     num, copies = len(members), [_num_copies([member], comm.size) for member in members]
     ranks = (tuple(range(comm.size)),)
-    return Roster(tuple(members), (0,) * num, (comm.size,) * num, tuple(copies), ranks, ((0,),) * num)
+    return Roster(tuple(members), (0,) * num, (comm.size,) * num, tuple(copies), ranks, ((0,),) * num, on_gpu)
 
 
-def roster_of_all(comm: Communicator, members: Sequence[Member]) -> Roster:
+def roster_of_all(comm: Communicator, members: Sequence[Member], *, on_gpu: bool = False) -> Roster:
     """Return the union of all ranks' lists; every rank of ``comm`` must call it.
 
     Two rounds, those of ``each_different``. The order keeps every rank's own; where that leaves a choice, the name
@@ -93,37 +93,35 @@ def roster_of_all(comm: Communicator, members: Sequence[Member]) -> Roster:
     """
     told = each_different(comm, [dataclasses.astuple(member) for member in members])
     # From here on every rank works on the same lists, so every rank raises the same error.
-    lists = []
-    for ranks, entries in told:
-        named = [
+    stated: dict[
+        str, list[tuple[int, Member]]
+    ] = {}  # by name: the numbers of the lists that have it, and what they say
+    names = []
+    for i, (ranks, entries) in enumerate(told):
+        listed = [
             Member(name, tuple(shape), dtype, None if layout is None else Layout(*layout), evidence)
             for name, shape, dtype, layout, evidence in entries
         ]
-        lists.append((ranks, named))
-    return _merge(lists)
-
-
-def _merge(lists: Sequence[tuple[Sequence[int], Sequence[Member]]]) -> Roster:
-    """Merge different lists, each with the ranks that have it, ascending."""
-    stated: dict[str, list[tuple[int, Member]]] = {}  # by the numbers of the lists
-    for i, (ranks, members) in enumerate(lists):
-        _check_names(ranks[0], members)
-        for member in members:
-            before = stated.setdefault(member.name, [])
-            before.append((i, member))
-            if member != before[0][1]:
-                raise _disagreement(*((lists[number][0][0], of_rank) for number, of_rank in (before[0], before[-1])))
-    names = [[member.name for member in members] for _, members in lists]
+        _check_names(ranks[0], listed)
+        names.append([member.name for member in listed])
+        for member in listed:
+            before = stated.setdefault(member.name, [(i, member)])
+            first, other = before[0]
+            if member != other:
+                raise _disagreement((told[first][0][0], other), (ranks[0], member))
+            if first != i:
+                before.append((i, member))
+    lists = tuple([tuple(ranks) for ranks, _ in told])
     order = _merged_order(names)
     first_holder, num_holders, num_copies, lists_with = [], [], [], []
     for name in order:
         which, of_lists = zip(*stated[name], strict=True)
-        first_holder.append(lists[which[0]][0][0])
-        num_holders.append(sum([len(lists[i][0]) for i in which]))
+        first_holder.append(lists[which[0]][0])
+        num_holders.append(sum([len(lists[i]) for i in which]))
         num_copies.append(_num_copies(of_lists, num_holders[-1]))
         lists_with.append(which)
-    members, ranks_of = tuple([stated[name][0][1] for name in order]), tuple([tuple(ranks) for ranks, _ in lists])
-    return Roster(members, tuple(first_holder), tuple(num_holders), tuple(num_copies), ranks_of, tuple(lists_with))
+    members = tuple([stated[name][0][1] for name in order])
+    return Roster(members, tuple(first_holder), tuple(num_holders), tuple(num_copies), lists, tuple(lists_with), on_gpu)
 
 
 def _check_names(rank: int, members: Sequence[Member]) -> None:

@@ -88,8 +88,10 @@ def agreeing(comm: Communicator) -> Iterator[Agreed]:
         Exception: what the body raised, and elsewhere the same built-in type, naming the rank.
         ValueError: on every rank: facts differ, or the lists of parameters do not fit together.
     """
-    agreed, error, members, on_gpu, seed = Agreed(comm), None, list[Member](), False, 0
+    agreed = Agreed(comm)
+    members: list[Member] = []
     stated: list[object] = []
+    on_gpu, seed, error = False, 0, None
     try:
         yield agreed
         found = agreed.found
@@ -111,7 +113,7 @@ def agreeing(comm: Communicator) -> Iterator[Agreed]:
     if agreed.score.needs_seed:
         agreed.score = agreed.score.seeded(seed)
     if all_same:
-        agreed.roster = dataclasses.replace(roster_of_one(comm, members), on_gpu=on_gpu)
+        agreed.roster = roster_of_one(comm, members, on_gpu=on_gpu)
         agreed.num_parameters = found.num_parameters
         return
     check_facts(comm, agreed.facts)
@@ -122,8 +124,7 @@ def agreeing(comm: Communicator) -> Iterator[Agreed]:
 
     *num_matches, num_with_blocks, num_on_gpu = sum_together(comm, (len(found.patterns) + 2,), count).tolist()
     leaves_out = found.lacks_blocks and num_with_blocks > 0
-    roster = roster_of_all(comm, [] if leaves_out else members)
-    agreed.roster = dataclasses.replace(roster, on_gpu=num_on_gpu == comm.size)
+    agreed.roster = roster_of_all(comm, [] if leaves_out else members, on_gpu=num_on_gpu == comm.size)
     patterns = [(pattern, num) for (pattern, _), num in zip(found.patterns, num_matches, strict=True)]
     agreed.found = dataclasses.replace(found, patterns=patterns, shards=[] if leaves_out else found.shards)
 

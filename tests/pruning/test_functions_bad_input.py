@@ -145,8 +145,12 @@ def test_ranks_that_disagree(act: Act, text: str, world: World) -> None:
     failing(world, act, ValueError, text)
     names = ("weight", "bias")
     failing(world, act, ValueError, text, lambda _, net: [ours.identity(each, name) for each in net for name in names])
+
+
+def test_what_one_rank_alone_has_pruned() -> None:
     by_one: Act = lambda rank, net: rank and ours.identity(net.up, "weight", group=Alone())  # noqa: E731
-    failing(world, lambda _, net: l1(net), ValueError, r"pruned before by: \[\[\]\] on rank 0; .*Identity", by_one)
+    for world in (world for world in WORLDS if world[0] == 2):
+        failing(world, lambda _, net: l1(net), ValueError, r"before by: \[\[\]\] on rank 0; .*Identity", by_one)
 
 
 def fail(bad: int, error: Exception) -> Callable[[Any, Any], Any]:
@@ -262,8 +266,7 @@ def call_on_shards(_: int, call: str) -> None:
 def test_unsuitable_layouts(layout: str) -> None:
     for call in list(CALLS)[layout.endswith("second") :: 2 if "tied" in layout else 1]:
         failing((2, layout), partial(call_on, call), NotImplementedError, UNSUITABLE[layout])
-        CALLS[call](made("plain"))
-        run_threads(2, call_on_shards, call)
+    run_threads(2, call_on_shards, "l1")  # what failed has left nothing behind
 
 
 def fsdp1_on_rank(rank: int, layout: str) -> list[Exception]:
@@ -289,6 +292,16 @@ def test_replicas_that_differ(world: World, prepare: Act, call: str) -> None:
         prepare(rank, net)
 
     failing(world, lambda _, net: CALLS[call](net), ValueError, "same values of '0.weight'", differ)
+
+
+def apply_alone(method: Any, amount: Sequence[Any], _: int, net: Any) -> None:
+    method.apply(net.up, "weight", *amount, group=Alone())
+
+
+def test_a_group_that_does_not_span_the_parameter() -> None:
+    for method, *amount in ((ours.L1Unstructured, 0.5), (ours.L1Pattern, "1:2"), (Method,)):
+        act = partial(apply_alone, method, amount)
+        failing((2, "shard0"), act, ValueError, "of the 24 elements of '0.weight' the ranks own 12")
 
 
 NOT_ELEMENTWISE: dict[str, Callable[[Any, Any], Any]] = {

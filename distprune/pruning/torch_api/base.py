@@ -268,11 +268,11 @@ def prune_pairs(
             agreed.facts = facts(targets, plain(methods[0]), scores)
         if methods and isinstance(methods[0], Selecting):
             agreed.score = methods[0].rule()[1]
-        agreed.found = Found([shard for target in targets if (shard := target.ranked) is not None])
+        held = [target for target in targets if target.shard is not None]
+        agreed.found = Found([target.shard for target in held if target.shard is not None])
     if not targets:
         return []
     method, kind, masks = methods[0], pruning_type(methods[0]), list[torch.Tensor]()
-    held = [target for target in targets if target.shard is not None]
 
     def make_scores() -> list[LocalScores]:
         shards = zip(held, agreed.shards(), strict=True)
@@ -283,7 +283,7 @@ def prune_pairs(
         masks.extend(target.next_mask(keep.get(target.label), kind) for target in targets)
 
     def compute() -> list[LocalShard]:
-        masks.extend(masks_by_users(targets, methods, over_all=scope == "global"))
+        masks[:] = masks_by_users(targets, methods, over_all=scope == "global")
         local = [local_of(mask) for target, mask in zip(targets, masks, strict=True) if target.shard is not None]
         shards = zip(agreed.shards(), local, strict=True)
         return [dataclasses.replace(shard, local=mask.reshape(shard.local.shape)) for shard, mask in shards]

@@ -33,9 +33,9 @@ Hook = torch_prune.BasePruningMethod
 class Target:
     """What is at ``name`` in ``module``; what FSDP2 left unsharded is put back. No communication.
 
-    ``original``: the parameter as it is now. ``shard``: its part here, ``None`` where this rank holds none.
-    ``whole_mask``: the buffer as it is, ``mask`` (bool, local shape) what is kept so far, ``scores`` (local shape) the
-    importance scores; ``None`` where there are none.
+    ``original``: the parameter as it is now. ``shard``: its part here, or that of the importance scores, by which its
+    elements are ranked; ``None`` where this rank holds none. ``whole_mask``: the buffer as it is, ``mask`` (bool, local
+    shape) what is kept so far, ``scores`` (local shape) the importance scores; ``None`` where there are none.
 
     Raises:
         AttributeError, TypeError: ``name`` is no attribute, or no parameter.
@@ -84,6 +84,9 @@ class Target:
         mask = self._part(self.whole_mask, "mask")
         self.mask = None if mask is None else mask == 1
         self.scores = self._part(scores, "importance_scores")
+        if self.shard is not None and self.scores is not None:
+            ranked = self.scores if self.scores.is_floating_point() else self.scores.to(torch.float64)
+            self.shard = dataclasses.replace(self.shard, local=ranked)
 
     def _part(self, tensor: torch.Tensor | None, what: str) -> torch.Tensor | None:
         return None if tensor is None else local_part(tensor, self.original, self.shard, what)
@@ -92,14 +95,6 @@ class Target:
     def values(self) -> torch.Tensor:
         """The parameter as it is used: masked, if it has a mask."""
         return product_of_hook(self.module, self.name) if self.old_hooks else self.original
-
-    @property
-    def ranked(self) -> LocalShard | None:
-        """What elements are ranked by: the scores, or the original's values."""
-        if self.shard is None or self.scores is None:
-            return self.shard
-        scores = self.scores if self.scores.is_floating_point() else self.scores.to(torch.float64)
-        return dataclasses.replace(self.shard, local=scores)
 
     def scores_of(self, shard: LocalShard, kind: str, score: Score) -> LocalScores:
         """Return the scores of the settled ``shard``, for a method whose PRUNING_TYPE is ``kind``."""
