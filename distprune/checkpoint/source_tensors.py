@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from distprune.checkpoint.hf_directory import HfDirectory
-from distprune.checkpoint.meta_model import build_like, build_on_meta
 from distprune.checkpoint.naming import check_complete, check_tensors, model_regions
+from distprune.checkpoint.pretrained import build_like, build_on_meta
 from distprune.checkpoint.regions import Region, Shape, extents, fitted, regions_by_name
 from distprune.models.decoder_blocks import decoder_blocks
 
@@ -56,27 +56,21 @@ def output_of(model: nn.Module, source: HfDirectory, layers: Sequence[int] | Non
     # Of the config's own model: transformers does not know the classes of a sharded one.
     regions = build_on_meta(source, torch.float32)[1]  # of whatever dtype
     before = {name: extents(of_name) for name, of_name in regions_by_name(regions.values()).items()}
-    prefix = f"{decoder_blocks(model)[0][0].rpartition('.')[0]}." if layers is not None else ""
+    blocks = f"{decoder_blocks(model)[0][0].rpartition('.')[0]}." if layers is not None else ""
     numbers = {str(old): str(new) for new, old in enumerate(layers or ())}  # of layers, before and now
-    number_of = {  # of the layer that a tensor of the model is in; None: it is in none
-        name: name.removeprefix(prefix).partition(".")[0] if prefix and name.startswith(prefix) else None
-        for name in before
-    }
-    new_names = {
-        name: name if number is None else f"{prefix}{numbers[number]}{name[len(prefix) + len(number) :]}"
-        for name, number in number_of.items()
-        if number is None or number in numbers
-    }
+    new_names: dict[str, str] = {}  # of the model's tensors that are left
+    stored_names: dict[str, str] = {}  # of the stored ones
+    for stored, of_stored in regions.items():
+        name = of_stored[0].name
+        number = name.removeprefix(blocks).partition(".")[0] if blocks and name.startswith(blocks) else None
+        if number is None or number in numbers:
+            stored_names[stored] = _renumbered(stored, number, numbers)
+            new_names |= {region.name: _renumbered(region.name, number, numbers) for region in of_stored}
     absent = [name for name in new_names.values() if name not in state]
     if absent:
         raise ValueError(f"the model has no {absent[:5]} ({len(absent)} in all), which {source.path} holds")
     check_complete(state, source, new_names.values())
     shapes = {old: tuple(state[name].shape) for old, name in new_names.items()}
-    stored_names = {
-        stored: _renumbered(stored, number_of[of_stored[0].name], numbers)
-        for stored, of_stored in regions.items()
-        if of_stored[0].name in new_names
-    }
     config, now, stored_shapes = None, regions, {stored: entries[stored][1].shape for stored in regions}
     if shapes != before:
         config, smaller = _config_and_model(model, state)
@@ -97,7 +91,7 @@ def _config_and_model(model: Any, state: Mapping[str, torch.Tensor]) -> tuple[di
         ValueError: it makes others, or of other shapes.
     """
     made = build_like(model, copy.deepcopy(model.config))
-    shapes, wanted = ({name: list(of.shape) for name, of in each.items()} for each in (state, made.state_dict()))
+    shapes, wanted = ({name: list(t.shape) for name, t in tensors.items()} for tensors in (state, made.state_dict()))
     for name in sorted(shapes.keys() | wanted.keys()):
         if shapes.get(name) != wanted.get(name):
             raise ValueError(
@@ -107,17 +101,15 @@ def _config_and_model(model: Any, state: Mapping[str, torch.Tensor]) -> tuple[di
     return config, made
 
 
-def _renumbered(stored: str, number: str | None, numbers: Mapping[str, str]) -> str:
-    """Return the stored name of a tensor of layer ``number``, whose number is another one now.
+def _renumbered(name: str, number: str | None, numbers: Mapping[str, str]) -> str:
+    """Return the name of a tensor of layer ``number`` (``None``: of no layer), which has another number now.
 
     Raises:
-        NotImplementedError: the first number in ``stored`` is not that of the layer.
+        NotImplementedError: the first number in ``name`` is not that of the layer.
     """
     if number is None or numbers[number] == number:
-        return stored
-    first = re.search(r"(?<![^.])\d+(?![^.])", stored)
+        return name
+    first = re.search(r"(?<![^.])\d+(?![^.])", name)
     if first is None or first[0] != number:
-        raise NotImplementedError(
-            f"tensor {stored!r} of layer {number} is not named after it: layers cannot be removed"
-        )
-    return f"{stored[: first.start()]}{numbers[number]}{stored[first.end() :]}"
+        raise NotImplementedError(f"tensor {name!r} of layer {number} is not named after it: layers cannot be removed")
+    return f"{name[: first.start()]}{numbers[number]}{name[first.end() :]}"

@@ -13,8 +13,7 @@ from distprune.calibration.available import available_bytes
 from distprune.calibration.data import load_samples
 from distprune.calibration.own_words import SELF, texts_of, writing_bytes
 from distprune.checkpoint.hub import resolve_model
-from distprune.checkpoint.meta_model import build_on_meta
-from distprune.checkpoint.pretrained import load_tokenizer
+from distprune.checkpoint.pretrained import build_on_meta, load_tokenizer
 from distprune.checkpoint.shared_reading import open_together
 from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import communicator

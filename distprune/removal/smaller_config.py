@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.checkpoint.meta_model import build_like
+from distprune.checkpoint.pretrained import build_like
 
 Shape = tuple[int, ...]
 Rename = Callable[[str], str | None]

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from distprune.checkpoint.hf_directory import open_directory
 from distprune.checkpoint.hf_load import load_model
 from distprune.checkpoint.inspect import inspect_directory
-from distprune.checkpoint.meta_model import build_on_meta
-from distprune.checkpoint.pretrained import load_tokenizer
+from distprune.checkpoint.pretrained import build_on_meta, load_tokenizer
 from tests.hf_models import make_model, make_tokenizer
 from tests.sampling import only_whole
 from tests.worlds import run_threads
