@@ -56,8 +56,8 @@ def load(
     0.5
 
     Args:
-        name: a directory, or an id of the hub, ``org/name`` or ``org/name@revision``, which one rank on each machine
-            fetches. Its tokenizer is ``transformers.AutoTokenizer.from_pretrained(name)``.
+        name: a directory, or an id of the hub, ``org/name`` or ``org/name@revision``, which is fetched once on each
+            machine. Its tokenizer is ``transformers.AutoTokenizer.from_pretrained(name)``.
         mesh: one axis, or replicate x shard (HSDP). Default: all ranks of ``group``; one rank has the model whole.
         dtype: of the parameters. Default: what the checkpoint holds them in.
         device: where the parameters live. Default: the mesh's kind of device, or the CPU.

@@ -104,29 +104,6 @@ def test_columns_cut_by_shards(tmp_path: Path, architecture: str) -> None:
     assert all(torch.equal(written[name], source[name]) for name in source)
 
 
-def test_plain_transformers_loads_it_and_generates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from transformers import AutoModelForCausalLM
-
-    folder = make_model(tmp_path / "model")
-    target = tmp_path / "out"
-    target.mkdir()
-    run_threads(3, save_on_rank, folder, target, (3,), True)
-    model, info = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
-    assert not any(info.values()), info
-    assert "weights" not in caplog.text
-    assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=4, do_sample=False).shape == (1, 6)
-
-
-def test_config_says_the_dtype_that_was_written(tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "model")
-    target = tmp_path / "out"
-    target.mkdir()
-    save_model(load_model(folder, dtype=torch.bfloat16), open_directory(folder), target)
-    assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
-    (file,) = open_directory(target).weight_files
-    assert {entry.dtype for entry in file.tensors} == {torch.bfloat16}
-
-
 def test_full_disk_raises_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_model(tmp_path / "model")
     target = tmp_path / "out"
@@ -192,6 +169,7 @@ def test_ranks_that_disagree(tmp_path: Path, what: str) -> None:
 
 @pytest.mark.parametrize("mask", [0o022, 0o077])
 def test_modes_are_those_of_the_umask_in_a_directory_as_closed_as_the_source(tmp_path: Path, mask: int) -> None:
+    """And the config says the dtype that was written."""
     folder, target = make_model(tmp_path / "model", max_shard_size="10KB"), tmp_path / "out"
     target.mkdir()
     for path in folder.iterdir():
@@ -205,6 +183,8 @@ def test_modes_are_those_of_the_umask_in_a_directory_as_closed_as_the_source(tmp
     assert {stat.S_IMODE(path.stat().st_mode) for path in target.iterdir()} == {0o666 & ~mask}
     assert {path.name for path in target.iterdir()} == {path.name for path in folder.iterdir()}
     assert stat.S_IMODE(target.stat().st_mode) == 0o700
+    assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {entry.dtype for _, entry in open_directory(target).tensors.values()} == {torch.bfloat16}
 
 
 # Sizes of a model before and after, and which of its layers are left.
