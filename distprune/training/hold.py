@@ -16,9 +16,7 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from distprune.collectives.agree import together
@@ -31,23 +29,19 @@ from distprune.patterns.base import Pattern
 from distprune.pruning.agreement import Agreed, agree_on_model
 from distprune.shards.local_shard import bits_of
 from distprune.shards.parameter_range import ParameterRange
-from distprune.shards.torch_private import private
 from distprune.training.binding import Binding, Moved
 from distprune.training.held import Held, HeldTogether, warn_of_overwritten
 from distprune.training.natural_zeros import check_zeros, num_zeros
 from distprune.training.optimizers import (
     Optimizers,
     check_moves,
-    closure_of,
     inside,
     parameters_of,
     state_of,
     unwrapped,
-    with_closure,
 )
 from distprune.training.regrowth import Counts, GrowBy, regrow
-
-_outside_dynamo = private("torch", "_disable_dynamo")
+from distprune.training.step_hooks import StepHooks, outside_dynamo
 
 
 def hold_zeros(
@@ -150,14 +144,16 @@ class Hold:
 
     @override
     def __repr__(self) -> str:
-        return one_line(self, f"zeros of {len(self._binding.held)} parameters{'' if self._handles else ', no more'}")
+        return one_line(
+            self, f"zeros of {len(self._binding.held)} parameters{'' if self._hooks.handles else ', no more'}"
+        )
 
     def _start(self) -> None:
         """Begin with what no copy takes along."""
         self._stepping: dict[int, Moved] = {}  # by optimizer
         self._to_skip: set[int] = set()  # of optimizers, by id, as what follows
         self._put_away: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}  # gradients, during such a step
-        self._handles: list[RemovableHandle] = []
+        self._hooks = StepHooks(self._at_step, self._after_step, self._hold_in, each_time=False)
         self._binding = Binding(self._model, self._include, self._exclude, self._at_gradient, self._trusts_loaded)
 
     @override
@@ -165,7 +161,11 @@ class Hold:
         """Return what a copy or a pickle needs: the hooks of the optimizers go with neither, so they are set anew."""
         names = ["_model", "_include", "_exclude", "_comm", "_optimizers", "_listeners", "leaves_gradients_dense"]
         names += ["_has_begun", "_trusts_loaded"]
-        return {**{name: vars(self)[name] for name in names}, "held": self._binding.names, "holds": bool(self._handles)}
+        return {
+            **{name: vars(self)[name] for name in names},
+            "held": self._binding.names,
+            "holds": bool(self._hooks.handles),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         names, holds = state.pop("held"), state.pop("holds")
@@ -193,33 +193,10 @@ class Hold:
 
     def _attach(self) -> None:
         self._binding.attach()
-        if self._optimizers is None:
-            self._handles.append(register_optimizer_step_pre_hook(self._before_step))
-            self._handles.append(register_optimizer_step_post_hook(self._after_step))
+        self._hooks.attach(self._optimizers)
         for optimizer in self._optimizers or ():
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-            self._handles.append(optimizer.register_step_post_hook(self._after_step))
             if "_optimizer_load_state_dict_post_hooks" in vars(optimizer):  # Lookahead's wrapper has none
-                self._handles.append(optimizer.register_load_state_dict_post_hook(self._state_loaded))
-
-    @_outside_dynamo  # type: ignore[untyped-decorator]
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = closure_of(args, kwargs)
-        if closure is None:
-            self._at_step(optimizer)
-            return None
-        self._hold_in(optimizer)  # the closure makes the gradients
-        is_first = True
-
-        def evaluate() -> Any:
-            nonlocal is_first
-            loss = closure()
-            if is_first:
-                is_first = False
-                self._at_step(optimizer)
-            return loss
-
-        return with_closure(args, kwargs, evaluate)
+                self._hooks.handles.append(optimizer.register_load_state_dict_post_hook(self._state_loaded))
 
     @torch.no_grad()
     def _at_step(self, optimizer: Optimizer) -> None:
@@ -262,8 +239,7 @@ class Hold:
         moved.together.mask_gradients(moved.ranges)
         self._stepping[id(optimizer)] = moved
 
-    @_outside_dynamo  # type: ignore[untyped-decorator]
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer) -> None:
         moved = self._stepping.pop(id(optimizer), None)
         if moved is not None:
             moved.together.write_zeros()
@@ -280,7 +256,7 @@ class Hold:
         for held in self._binding.held:
             held.is_new = True
 
-    @_outside_dynamo  # type: ignore[untyped-decorator]
+    @outside_dynamo  # type: ignore[untyped-decorator]
     def _at_gradient(self, held: Held) -> None:
         if self.leaves_gradients_dense or not self._has_begun:
             return
@@ -297,16 +273,14 @@ class Hold:
     def remove(self) -> None:
         """Hold nothing any more: the hooks are gone, and the zeros stay until a step changes them. Local."""
         self._binding.remove()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._hooks.remove()
 
     def finish(self) -> None:
         """Turn every -0.0 into 0.0, and hold nothing any more. Local.
 
         Zeros that were overwritten since the last step are written again, with a warning.
         """
-        if self._handles and self._has_begun:
+        if self._hooks.handles and self._has_begun:
             self._binding.renew()
             self._read(self._binding.together, waits=True)
             self._binding.together.write_zeros()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -106,19 +106,6 @@ def check_moves(optimizers: Sequence[Optimizer], shards: Sequence[LocalShard], *
             "without this: prune first, and merge adapters with distprune.merge_adapters(model)"
         )
     raise ValueError(f"{none}; make the optimizer from the parameters of this model, after it is sharded")
-
-
-def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """Return the closure that is among the arguments of a step (the first is the optimizer). Local."""
-    closure: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
-    return closure
-
-
-def with_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a step with another ``closure``. Local."""
-    return (args[0], closure, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
 
 
 def only_makes_state(comm: Communicator, optimizer: Optimizer) -> bool:

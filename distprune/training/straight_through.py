@@ -15,7 +15,6 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from distprune.collectives.agree import max_together, sum_together
@@ -32,21 +31,17 @@ from distprune.scores.base import LocalScores
 from distprune.shards.device import fetched, row_chunks
 from distprune.shards.local_shard import LocalShard
 from distprune.shards.parameter_range import gradients_of, ranges_of
-from distprune.shards.torch_private import private
 from distprune.training.binding import Weak, in_backward
 from distprune.training.carried import laid_out, load_in_place
 from distprune.training.optimizers import (
     Optimizers,
     check_moves,
-    closure_of,
     inside,
     only_makes_state,
     parameters_of,
     unwrapped,
-    with_closure,
 )
-
-_outside_dynamo = private("torch", "_disable_dynamo")
+from distprune.training.step_hooks import StepHooks
 
 
 @final
@@ -140,26 +135,23 @@ class StraightThrough:
         """Begin with what no copy takes along."""
         self._dense: dict[int, list[LocalShard]] = {}  # what has its latent weights, by the optimizer that steps it
         self._found: Found | None = None  # in the step that is going on
-        self._handles: list[RemovableHandle] = []
+        # A closure may be called again, on weights that have moved.
+        self._hooks = StepHooks(self._make_dense, self._after_step, self._prune_again, each_time=True)
 
     def _attach(self) -> None:
-        self._handles = [
+        self._hooks.attach(self._optimizers)
+        self._hooks.handles += [
             self._model.register_forward_pre_hook(Weak(self._prune_again), prepend=True),
             self._model.register_state_dict_pre_hook(Weak(self._prune_again)),  # type: ignore[no-untyped-call]
         ]
-        for optimizer in self._optimizers:
-            self._handles += [
-                optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_step_post_hook(self._after_step),
-            ]
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle needs: hooks go with neither, so they are set anew."""
         self._prune_again()
-        left_out = ("_dense", "_found", "_handles")
+        left_out = ("_dense", "_found", "_hooks")
         return {name: value for name, value in vars(self).items() if name not in left_out} | {
-            "trains": bool(self._handles)
+            "trains": bool(self._hooks.handles)
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -202,9 +194,8 @@ class StraightThrough:
     def finish(self) -> None:
         """Leave the model pruned as it is, drop what is set aside, and prune nothing any more. Local."""
         self._prune_again()
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._aside = [], {}
+        self._hooks.remove()
+        self._aside = {}
 
     def _laid_out(self) -> dict[str, torch.Tensor]:
         found = find_shards(self._model, self._include, self._exclude).shards
@@ -235,21 +226,6 @@ class StraightThrough:
         ranked = Ranked(self._comm, agreed.roster, Magnitude(), make_scores, of_left=True)
         masks, _ = choose_masks(ranked, ranked.choose(pattern))
         return [scores.shard for scores in ranked.scores], masks
-
-    @_outside_dynamo  # type: ignore[untyped-decorator]
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = closure_of(args, kwargs)
-        if closure is None:
-            self._make_dense(optimizer)
-            return None
-
-        def evaluate() -> Any:  # may be called again, on weights that have moved
-            self._prune_again()
-            loss = closure()
-            self._make_dense(optimizer)
-            return loss
-
-        return with_closure(args, kwargs, evaluate)
 
     @torch.no_grad()
     def _make_dense(self, optimizer: Optimizer) -> None:
@@ -308,9 +284,8 @@ class StraightThrough:
             if gradient is not None and self._decay:
                 _add(gradient, self._aside[shard.name], by)
 
-    @_outside_dynamo  # type: ignore[untyped-decorator]
     @torch.no_grad()
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer) -> None:
         if id(optimizer) not in self._dense:
             return  # it made its state, or did not call its closure
         if optimizer is not self._optimizers[-1]:
@@ -340,7 +315,7 @@ class StraightThrough:
     def _own(self, found: Found) -> list[LocalShard]:
         return [shard for shard in found.shards if shard.name in self._aside]
 
-    def _prune_again(self) -> None:
+    def _prune_again(self, _: Optimizer | None = None) -> None:
         """Set aside what is dense, by the mask of before: within a step, or after one that raised. Local."""
         for shards in self._dense.values():
             for shard in shards:
