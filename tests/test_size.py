@@ -18,15 +18,15 @@ LINES = {
     "collectives": (702, 640),
     "jobs": (3390, 1280),
     "kernels": (820, 800),
-    "masks": (510, 470),
-    "models": (920, 690),
+    "masks": (505, 470),
+    "models": (915, 690),
     "oneshot": (2860, 1440),
     "patterns": (1600, 690),
     "pruning": (1446, 960),
     "removal": (1740, 1160),
     "scores": (420, 350),
     "selection": (520, 520),
-    "shards": (1210, 1030),
+    "shards": (1196, 1030),
     "training": (1730, 1030),
 }
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 
-from distprune.shards.torch_private import find_private, private
+from distprune.shards.torch_private import private
 from tests.worlds import run_threads
 
 # What is asked of objects of FSDP1 and FSDP2, by class. torch 2.13 has public calls that come near, and do other
@@ -69,7 +69,7 @@ def test_this_torch_has_all() -> None:
 
 @pytest.mark.parametrize("names", [("torch", "is_no_name"), ("torch.is_no_module", "name")], ids=str)
 def test_a_name_that_is_not_there(names: tuple[str, str]) -> None:
-    assert find_private(*names) is None
+    assert private(*names, is_optional=True) is None
     with pytest.raises(ImportError, match=f"torch {torch.__version__} has no {'.'.join(names)}".replace("+", r"\+")):
         private(*names)
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from distprune.models.linear_layers import LinearLayer
-from distprune.shards.device import all_finite
+from distprune.shards.device import are_finite
 
 _NUM_TOKENS = 64  # that are looked at
 _NUM_ROUNDINGS = 4  # of the sums that a block makes; each is at most eps / 2 of what it adds
@@ -51,7 +51,7 @@ def find_addends(
     columns = torch.stack([of.double().flatten() for of in alike.values()], dim=1)
     # The least squares fit is 1 of an addend and 0 of another output; what it is not sure of the check refuses.
     products, aims = (columns.t() @ columns).cpu(), (columns.t() @ change.flatten()).cpu()
-    if not (all_finite(products) and all_finite(aims)):  # the walk says where
+    if not (are_finite(products) and are_finite(aims)):  # the walk says where
         return set()
     fitted = torch.linalg.lstsq(products, aims[:, None]).solution[:, 0].round()
     found = {name for name, share in zip(alike, fitted.tolist(), strict=True) if share == 1}

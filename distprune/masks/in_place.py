@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import operator
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.autograd.graph import increment_version
 
 from distprune.kernels.held import zero_where_masked
-from distprune.shards.device import by_accelerator, chunk_size, on_host
+from distprune.shards.device import chunk_size, on_host
 from distprune.shards.local_shard import bits_of
 
 _NUM_SAMPLED = 100
@@ -30,37 +28,40 @@ def zero_where_pruned(local: torch.Tensor, mask: torch.Tensor) -> None:
     if not on_host(local.device):
         bits_of(local.detach()).mul_(mask)
         return
-    for values, keep in views_by_chunk(bits_of(local.detach()), mask.view(torch.int8)):
+    for values, keep in _chunks(bits_of(local.detach()), mask.view(torch.int8)):
         values *= keep  # as integers: 0 has the bits of 0.0
     increment_version(local)  # numpy does not
 
 
 def zero_all_where_pruned(shards: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Do so for many shards, each with its mask; for those on a GPU all together. Local."""
-    there = by_accelerator(local.device for local, _ in shards)
-    for which in there.values():
-        zero_where_masked([shards[i] for i in which if not shards[i][0].is_complex()])
+    there: defaultdict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
     for local, mask in shards:
         if on_host(local.device) or local.is_complex():
             zero_where_pruned(local, mask)
+        else:
+            there[local.device].append((local, mask))
+    for pairs in there.values():
+        zero_where_masked(pairs)
 
 
-def views_by_chunk(*tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
+def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
     """Yield views of all, of one shape, that cover them, of about a chunk's elements each.
 
     On the host they are arrays: numpy takes three quarters of the time torch does, and a slice a tenth.
     """
-    local, is_here = tensors[0], on_host(tensors[0].device)
-    if local.numel() > chunk_size(local.device) and all(tensor.is_contiguous() for tensor in tensors):
-        tensors = tuple(tensor.view(-1) for tensor in tensors)
-    views: Any = [tensor.numpy() for tensor in tensors] if is_here else tensors
-    if local.numel() <= chunk_size(local.device):
+    device, numel = tensors[0].device, tensors[0].numel()
+    is_large = numel > chunk_size(device)
+    if is_large and all(tensor.is_contiguous() for tensor in tensors):
+        tensors = tuple([tensor.view(-1) for tensor in tensors])
+    views: Any = [tensor.numpy() for tensor in tensors] if on_host(device) else tensors
+    if not is_large:
         yield tuple(views)
         return
-    num_rows = tensors[0].shape[0]
-    step = max(1, chunk_size(local.device) * num_rows // local.numel())
+    num_rows = len(views[0])
+    step = max(1, chunk_size(device) * num_rows // numel)
     for start in range(0, num_rows, step):
-        yield tuple(view[start : start + step] for view in views)
+        yield tuple([view[start : start + step] for view in views])
 
 
 def read_kept(local: torch.Tensor, kept: torch.Tensor, least: int = 0) -> tuple[int, int, bool]:
@@ -70,26 +71,23 @@ def read_kept(local: torch.Tensor, kept: torch.Tensor, least: int = 0) -> tuple[
     how many are False now, and whether there were too few zeros. Local, on the host, chunk by chunk.
     """
     too_few = least > 0 and not _has_zeros(bits_of(local), least)
-    pieces = [counts_of_read(values, before, too_few) for values, before in views_by_chunk(bits_of(local), kept)]
-    num_changed, num_held = map(sum, zip(*pieces, strict=True))
+    num_changed = num_held = 0
+    for bits, before in _chunks(bits_of(local), kept):
+        now = before if too_few else bits != 0
+        if num := int(np.count_nonzero(now != before)):
+            before[...] = now
+        num_changed += num
+        num_held += now.size - int(np.count_nonzero(now))
     return num_changed, num_held, too_few
 
 
-def counts_of_read(bits: npt.NDArray[Any], kept: npt.NDArray[Any], too_few: bool) -> tuple[int, int]:
-    """Do so for arrays, and return how many places of ``kept`` changed, and how many are False now. Local."""
-    now = kept if too_few else bits != 0
-    num_changed = int(np.count_nonzero(now != kept))
-    if num_changed:
-        kept[...] = now
-    return num_changed, now.size - int(np.count_nonzero(now))
-
-
 def _has_zeros(bits: torch.Tensor, least: int) -> bool:
-    """Return whether ``least`` of ``bits`` are zero at least: read no further than that shows. On the host."""
-    pieces = iter(views_by_chunk(bits))
-    while least > 0 and (views := next(pieces, None)) is not None:
-        least -= views[0].size - int(np.count_nonzero(views[0]))
-    return least <= 0
+    """Return whether at least ``least`` of ``bits``, which is above 0, are zero; read no further. On the host."""
+    for (values,) in _chunks(bits):
+        least -= values.size - int(np.count_nonzero(values))
+        if least <= 0:
+            return True
+    return False
 
 
 def seems_kept(local: torch.Tensor, kept: torch.Tensor) -> bool:
@@ -111,7 +109,7 @@ def write_signed_zeros(local: torch.Tensor, kept: torch.Tensor) -> None:
     """
     bits = bits_of(local)
     negative_zero = torch.iinfo(bits.dtype).min
-    for values, keep in views_by_chunk(bits, kept):
+    for values, keep in _chunks(bits, kept):
         if on_host(local.device) and np.array_equal(values != 0, keep):
             continue  # as a rule: a write would take longer than the read
         values *= keep
@@ -127,7 +125,7 @@ def set_aside(local: torch.Tensor, aside: torch.Tensor, mask: torch.Tensor | Non
     """
     bits = bits_of(local)
     negative_zero = torch.iinfo(bits.dtype).min
-    for values, rest, *masked in views_by_chunk(bits, bits_of(aside), *(() if mask is None else (mask,))):
+    for values, rest, *masked in _chunks(bits, bits_of(aside), *(() if mask is None else (mask,))):
         pruned = ~masked[0] if masked else rest != 0
         rest[...] = values * pruned
         _fill(rest, (rest == 0) & pruned, negative_zero)
@@ -143,7 +141,7 @@ def bring_back(local: torch.Tensor, aside: torch.Tensor) -> torch.Tensor:
     """
     bits = bits_of(local)
     num_written = torch.zeros((), dtype=torch.int64, device=local.device)
-    for values, rest in views_by_chunk(bits, bits_of(aside)):
+    for values, rest in _chunks(bits, bits_of(aside)):
         is_zero = values << 1 == 0  # without the sign
         num_written += ((rest != 0) & ~is_zero).sum()
         rest *= is_zero
@@ -162,12 +160,12 @@ def make_zeros_positive(local: torch.Tensor, unless_held: torch.Tensor | None = 
     bits = bits_of(local)
     due: Any = True
     if unless_held is not None:
-        pieces = [
-            (((values != 0) & ~keep).any(), keep.all()) for values, keep in views_by_chunk(bits, unless_held)
-        ]  # a device is not waited for
-        differs, holds_none = zip(*pieces, strict=True)
-        due = functools.reduce(operator.or_, differs) | functools.reduce(operator.and_, holds_none)
-    for (values,) in views_by_chunk(bits):
+        differs, holds_none = False, True  # on a device tensors, which are not waited for
+        for values, keep in _chunks(bits, unless_held):
+            differs = differs | ((values != 0) & ~keep).any()
+            holds_none = holds_none & keep.all()
+        due = differs | holds_none
+    for (values,) in _chunks(bits):
         _fill(values, (values == torch.iinfo(bits.dtype).min) & due, 0)
 
 

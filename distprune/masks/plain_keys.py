@@ -18,7 +18,7 @@ import functools
 import inspect
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -32,7 +32,7 @@ from distprune.masks.in_place import write_signed_zeros
 from distprune.models.find_shards import check_model
 from distprune.shards.layouts import dtensor_like, is_laid_out_like, local_of, local_part, local_shard
 
-_wanted: ContextVar[bool] = ContextVar("plain_keys", default=False)
+keys_are_plain: ContextVar[bool] = ContextVar("plain_keys", default=False)
 # By module, class and method.
 _SAVERS = (
     ("transformers.modeling_utils", "PreTrainedModel", "save_pretrained"),
@@ -43,11 +43,11 @@ _SAVERS = (
 @contextmanager
 def plain_keys() -> Iterator[None]:
     """Let modules that are pruned by this library write plain keys into state dicts made within, by this thread."""
-    token = _wanted.set(True)
+    token = keys_are_plain.set(True)
     try:
         yield
     finally:
-        _wanted.reset(token)
+        keys_are_plain.reset(token)
 
 
 def dense_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -74,14 +74,14 @@ def joined(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         found._metadata = state_dict._metadata  # type: ignore[attr-defined]
     names = {hook._tensor_name for module in model.modules() for hook in pruning_hooks(module).values()}
     for key in state_dict:
-        name = key.rpartition(".")[2].removesuffix("_orig")
-        if key.endswith("_orig") and name in names and f"{key.removesuffix('_orig')}_mask" in state_dict:
-            _join(found, key.removesuffix("_orig"))
+        plain = key.removesuffix("_orig")
+        if plain != key and plain.rpartition(".")[2] in names and f"{plain}_mask" in state_dict:
+            join_keys(found, plain)
     return found
 
 
-def _join(state_dict: MutableMapping[str, Any], key: str) -> None:
-    """Put the plain ``key`` in the place of the two that it is split into."""
+def join_keys(state_dict: MutableMapping[str, Any], key: str) -> None:
+    """Put the plain ``key`` in the place of the two that it is split into. Local."""
     state_dict[key] = _masked(state_dict.pop(f"{key}_orig"), state_dict.pop(f"{key}_mask"))
 
 
@@ -102,13 +102,6 @@ def local_mask(parameter: DTensor, mask: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of ``mask``, a whole or a DTensor like ``parameter``."""
     part = local_part(mask, parameter, local_shard("mask", parameter), "mask")
     return part.reshape(parameter.to_local().shape)
-
-
-def write_plain_keys(state_dict: MutableMapping[str, Any], prefix: str, names: Iterable[str]) -> None:
-    """Join the keys of a module's reparametrized ``names``, just written, if plain ones are wanted."""
-    if _wanted.get():
-        for name in names:
-            _join(state_dict, prefix + name)
 
 
 def take_plain_key(

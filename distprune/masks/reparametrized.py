@@ -25,7 +25,7 @@ from typing_extensions import override
 from distprune.masks.fsdp2 import rename
 from distprune.masks.hooks import pruning_hooks
 from distprune.masks.in_place import zero_where_pruned
-from distprune.masks.plain_keys import local_mask, take_plain_key, watch_savers, write_plain_keys
+from distprune.masks.plain_keys import join_keys, keys_are_plain, local_mask, take_plain_key, watch_savers
 from distprune.shards.fsdp2 import Fsdp2Params, Managed
 from distprune.shards.layouts import dtensor_like, is_laid_out_like, local_part
 from distprune.shards.local_shard import LocalShard
@@ -125,12 +125,12 @@ class _Pruned(nn.Module):
         Raises:
             ValueError: the original is there: another weight would take the place of the product.
         """
-        if name in self._pruned_names and name + "_orig" in self._parameters:
-            raise ValueError(
-                f"{name!r} of {type(self).__name__} is pruned, and computed from its original and a mask: call "
-                f"distprune.remove(module, {name!r}) before another parameter takes its place"
-            )
-        if name in self._pruned_names and name + "_orig" not in self._parameters:
+        if name in self._pruned_names:
+            if name + "_orig" in self._parameters:
+                raise ValueError(
+                    f"{name!r} of {type(self).__name__} is pruned, and computed from its original and a mask: call "
+                    f"distprune.remove(module, {name!r}) before another parameter takes its place"
+                )
             _forget_product(self, name)
         nn.Module.register_parameter(self, name, param)  # the module has another class now
 
@@ -148,7 +148,8 @@ class _Pruned(nn.Module):
             if isinstance(original, DTensor) and mask is not None and mask.is_meta and not isinstance(mask, DTensor):
                 local = torch.empty_like(original.to_local(), dtype=mask.dtype)
                 destination[f"{prefix}{name}_mask"] = dtensor_like(original, local)
-        write_plain_keys(destination, prefix, self._pruned_names)
+            if keys_are_plain.get():
+                join_keys(destination, prefix + name)
 
     @override
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from distprune.models.decoder_blocks import decoder_blocks, warn_of_other_blocks
-from distprune.models.matrices import without_wrappers
-from distprune.models.weights import Held, check_keeps_zeros, list_parameters, parametrized, why_no_weights
+from distprune.models.matrices import Held, without_wrappers
+from distprune.models.weights import check_keeps_zeros, list_parameters, parametrized, why_no_weights
 from distprune.shards.layouts import is_held, local_shard
 from distprune.shards.local_shard import LocalShard
 
@@ -98,7 +98,7 @@ def find_shards(
             module.reshard()
     bare = bare_model(model)
     parameters = list_parameters(bare)
-    computed, roots, has_blocks = parametrized(bare), [bare], False
+    roots, has_blocks = [bare], False
     if not include:
         try:
             roots = [block for _, block in decoder_blocks(bare)]
@@ -107,18 +107,18 @@ def find_shards(
         else:
             has_blocks = True
             warn_of_other_blocks(bare)
-    reasons = {} if include else why_no_weights(roots, parameters, computed, is_block=has_blocks)
+    reasons = {} if include else why_no_weights(roots, parameters, is_block=has_blocks)
     matches: list[set[Held]] = []
     for pattern in (*include, *exclude):
         if isinstance(pattern, nn.Module):
-            inside = why_no_weights([pattern], parameters, {}, is_named=True)
+            inside = why_no_weights([pattern], parameters, is_named=True)
             matches.append({held for held, reason in inside.items() if not reason})
         else:
             matched = (held for held, names in parameters.names.items() if any(fnmatchcase(a, pattern) for a in names))
             matches.append({*matched})
     wanted = {held for held, reason in reasons.items() if not reason}.union(*matches[: len(include)])
     wanted = wanted.difference(*matches[len(include) :])
-    shards = []
+    computed, shards = parametrized(bare), []
     for held, (name, *_) in parameters.names.items():
         (module, attribute), *others = parameters.places[held]
         if held not in wanted:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from distprune.models.matrices import find_routers, is_linear, matrices_of, shapes_of
-from distprune.models.weights import list_parameters, parametrized, why_no_weights
+from distprune.models.matrices import find_routers, is_linear, matrices_of, own_parameters
+from distprune.models.weights import list_parameters, why_no_weights
 from distprune.shards.geometry import Runs
 
 _UNKNOWN = "not the weight of a linear layer that this library knows"
@@ -78,11 +78,11 @@ def dense_weights(block: nn.Module) -> dict[str, str]:
 
 def _sorted_weights(block: nn.Module) -> tuple[dict[str, LinearLayer], dict[str, str]]:
     parameters, experts = list_parameters(block), find_routers(block)[1]
-    reasons = why_no_weights([block], parameters, parametrized(block), is_block=True)
+    reasons = why_no_weights([block], parameters, is_block=True)
     layers: dict[str, LinearLayer] = {}
     dense: dict[str, str] = {}
     for path, module in block.named_modules():
-        matrices = matrices_of(module, shapes_of(module))
+        matrices = matrices_of(module, own_parameters(module))
         for attribute, held in parameters.by_module[module].items():
             name = f"{path}.{attribute}" if path else attribute
             if len(held.shape) < 2:

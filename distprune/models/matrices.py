@@ -16,8 +16,10 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import nn
 
+from distprune.shards.local_shard import LocalShard
 from distprune.shards.matrix import Matrix
 
 # What transformers 5 calls the weights of its experts modules, in the order in which they are applied.
@@ -26,20 +28,23 @@ _MATRIX_OF_EXPERTS = ("inputs", "expert_size")  # how JetMoe calls a module of o
 # Under these names wrappers hold what they wrap: FSDP1, activation checkpointing, torch.compile.
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 
-Shapes = Mapping[str, Sequence[int]]  # of a module's own parameters, global, by name
+# A parameter, or FSDP1's part of one: compared by identity, so that tied weights are one.
+Held = torch.Tensor | LocalShard
+Attributes = Mapping[str, Held]  # of one module
+ByModule = Mapping[nn.Module, Attributes]
 
 
-def shapes_of(module: nn.Module) -> Shapes:
-    """Return the shapes of a module's own parameters as they are there: those of FSDP1 are flat."""
-    return {name: tuple(parameter.shape) for name, parameter in module._parameters.items() if parameter is not None}
+def own_parameters(module: nn.Module) -> Attributes:
+    """Return the parameters of ``module`` itself as they are there: those of FSDP1 are flat."""
+    return {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
 
 
 def matrix_of_weight(
-    module: nn.Module, name: str, shape: Sequence[int], full_name: str, shapes: Shapes | None = None
+    module: nn.Module, name: str, shape: Sequence[int], full_name: str, attributes: Attributes | None = None
 ) -> Matrix:
     """Return how parameter ``name`` of ``module``, of the global ``shape``, is a matrix. Local.
 
-    ``shapes``: of all parameters of ``module``, if not as they are there.
+    ``attributes``: all parameters of ``module``, if not as they are there.
 
     Raises:
         ValueError: it has fewer than two dims; ``full_name`` names it.
@@ -49,7 +54,7 @@ def matrix_of_weight(
         raise ValueError(f"{full_name!r} of shape {tuple(shape)} is no matrix: a pattern needs rows and columns")
     if is_conv1d(module) and len(shape) == 2:
         return Matrix(shape[1], shape[0], transposed=True)
-    if len(shape) == 3 and name in expert_weights(module, shapes):
+    if len(shape) == 3 and name in expert_weights(module, attributes):
         # Experts that are given nothing but their tokens, in order (Llama 4), multiply by the weights as they are.
         is_ordered = expert_arguments(module) == ("hidden_states",)
         transposed = bool(getattr(module, "is_transposed", is_ordered))
@@ -70,13 +75,13 @@ def is_conv1d(module: nn.Module) -> bool:
     return transformers is not None and isinstance(module, transformers.Conv1D)
 
 
-def expert_weights(module: nn.Module, shapes: Shapes | None = None) -> tuple[str, ...]:
+def expert_weights(module: nn.Module, attributes: Attributes | None = None) -> tuple[str, ...]:
     """Return the names of the 3-D weights in which ``module`` holds all experts of a block, as transformers 5 does.
 
-    In the order in which they are applied; none if it holds no experts. ``shapes`` as in :func:`matrix_of_weight`.
+    In the order in which they are applied; none if it holds no experts. ``attributes`` as in :func:`matrix_of_weight`.
     """
-    shapes = shapes_of(module) if shapes is None else shapes
-    names = {name.removesuffix("_orig") for name, shape in shapes.items() if len(shape) == 3}
+    attributes = own_parameters(module) if attributes is None else attributes
+    names = {name.removesuffix("_orig") for name, held in attributes.items() if len(held.shape) == 3}
     if names == {"weight"} and expert_arguments(module) == _MATRIX_OF_EXPERTS:
         return ("weight",)
     return next((known for known in _EXPERT_WEIGHTS if names == {*known}), ())
@@ -87,10 +92,14 @@ def expert_arguments(module: nn.Module) -> tuple[str, ...]:
     return tuple(inspect.signature(type(module).forward).parameters)[1:]
 
 
-def matrices_of(module: nn.Module, shapes: Shapes) -> dict[str, Matrix]:
+def matrices_of(module: nn.Module, attributes: Attributes) -> dict[str, Matrix]:
     """Return what ``module`` itself multiplies by, by the parameter's name: one weight, or those of all experts."""
-    names = ("weight",) if is_linear(module) else expert_weights(module, shapes)
-    return {name: matrix_of_weight(module, name, shapes[name], name, shapes) for name in shapes if name in names}
+    names = ("weight",) if is_linear(module) else expert_weights(module, attributes)
+    return {
+        name: matrix_of_weight(module, name, held.shape, name, attributes)
+        for name, held in attributes.items()
+        if name in names
+    }
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -109,14 +118,15 @@ def without_wrappers(name: str) -> str:
 
 
 def find_routers(
-    root: nn.Module, shapes: Mapping[nn.Module, Shapes] | None = None, *, only_named: bool = False
+    root: nn.Module, by_module: ByModule | None = None, *, only_named: bool = False
 ) -> tuple[set[nn.Module], set[nn.Module]]:
     """Return the modules whose one matrix, or bare parameter, chooses among experts, and what those are made of.
 
-    ``shapes``: of the modules in ``root``, if not as they are there. ``only_named``: a list of modules holds experts if
+    ``by_module``: the parameters of each, if not as they are there. ``only_named``: a list of modules holds experts if
     it is called so.
     """
-    shapes = {module: shapes_of(module) for module in root.modules()} if shapes is None else shapes
+    if by_module is None:
+        by_module = {module: own_parameters(module) for module in root.modules()}
     routers: set[nn.Module] = set()
     experts: set[nn.Module] = set()
     children: defaultdict[str, dict[str, nn.Module]] = defaultdict(dict)  # by the path of their parent
@@ -128,28 +138,33 @@ def find_routers(
         for name, holder in siblings.items() if len(siblings) > 1 else ():
             if only_named and isinstance(holder, nn.ModuleList) and "expert" not in name:
                 continue
-            num_experts = _num_experts(holder, shapes)
+            num_experts = _num_experts(holder, by_module)
             for sibling in siblings.values() if num_experts > 1 else ():
-                router, num_out = _only_matrix(sibling, shapes)
+                router, num_out = _only_matrix(sibling, by_module)
                 if num_out == num_experts:
                     routers.add(router)
                     experts.update(holder.modules())
     return routers, experts
 
 
-def _num_experts(module: nn.Module, shapes: Mapping[nn.Module, Shapes]) -> int:
+def _num_experts(module: nn.Module, by_module: ByModule) -> int:
     """Return how many experts ``module`` holds, in 3-D weights or as a list of modules; below 2: it holds none."""
     if isinstance(module, nn.ModuleList):
-        are_experts = all(any(matrices_of(part, shapes[part]) for part in entry.modules()) for entry in module)
-        return len(module) if are_experts else 0
-    return max((matrix.num_matrices for matrix in matrices_of(module, shapes[module]).values()), default=0)
+        return len(module) if all(_matrices_in(entry, by_module) for entry in module) else 0
+    return max((matrix.num_matrices for matrix in matrices_of(module, by_module.get(module, {})).values()), default=0)
 
 
-def _only_matrix(module: nn.Module, shapes: Mapping[nn.Module, Shapes]) -> tuple[nn.Module, int]:
+def _only_matrix(module: nn.Module, by_module: ByModule) -> tuple[nn.Module, int]:
     """Return where the only matrix in ``module`` is, and its number of outputs; 0: there is none, or several."""
-    held = [(part, matrix) for part in module.modules() for matrix in matrices_of(part, shapes[part]).values()]
-    if not held:  # a bare parameter
-        held = [(module, Matrix.of_shape(shape)) for shape in shapes[module].values() if len(shape) == 2]
-    if len(held) != 1 or held[0][1].num_matrices > 1:
+    matrices = _matrices_in(module, by_module)
+    if not matrices:  # a bare parameter
+        shapes = [held.shape for held in by_module.get(module, {}).values()]
+        matrices = [(module, Matrix.of_shape(shape)) for shape in shapes if len(shape) == 2]
+    if len(matrices) != 1 or matrices[0][1].num_matrices > 1:
         return module, 0
-    return held[0][0], held[0][1].num_out
+    return matrices[0][0], matrices[0][1].num_out
+
+
+def _matrices_in(root: nn.Module, by_module: ByModule) -> list[tuple[nn.Module, Matrix]]:
+    """Return the matrices of all modules in ``root``, each with its module."""
+    return [(part, matrix) for part in root.modules() for matrix in matrices_of(part, by_module.get(part, {})).values()]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,14 +23,11 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from distprune.models.matrices import Shapes, find_routers, is_gate, without_wrappers
+from distprune.models.matrices import ByModule, Held, find_routers, is_gate, without_wrappers
 from distprune.shards.layouts import find_flat_parts
 from distprune.shards.local_shard import LocalShard
 
 Key = tuple[nn.Module, str]  # a module, and the name of a parameter in it
-# A parameter, or FSDP1's part of one: compared by identity, so that tied weights are one.
-Held = torch.Tensor | LocalShard
-
 _TABLES = re.compile(r"bias|biases|table|tables")
 _WEIGHTS = re.compile(r"weights?|kernels?|proj|projections?|[wv][a-z]?")
 _EMBEDDINGS = re.compile(r"embed|embeds|embeddings?|pos|positions?|tokens?")
@@ -78,26 +75,17 @@ def list_parameters(model: nn.Module) -> Parameters:
 
 
 def why_no_weights(
-    roots: Sequence[nn.Module],
-    parameters: Parameters,
-    computed: Container[Key],
-    *,
-    is_block: bool = False,
-    is_named: bool = False,
+    roots: Sequence[nn.Module], parameters: Parameters, *, is_block: bool = False, is_named: bool = False
 ) -> dict[Held, str]:
     """Return why parameters of two dims or more inside of ``roots`` are no weights; empty of those that are. Local.
 
-    ``computed``: those from which a parametrization computes a weight.
     ``is_block``: roots are decoder blocks, in which any list of layers may be experts, and one output makes a gate.
     ``is_named``: a user names them, who means adapters and what is under parametrizations, too.
     """
     reasons: dict[Held, str] = {}
     for root in roots:
-        shapes = {
-            module: {name: held.shape for name, held in parameters.by_module.get(module, {}).items()}
-            for module in root.modules()
-        }
-        routers = find_routers(root, shapes, only_named=not is_block)[0]
+        routers = find_routers(root, parameters.by_module, only_named=not is_block)[0]
+        computed = {} if is_named else parametrized(root)
         for path, module in root.named_modules():
             for name, held in parameters.by_module.get(module, {}).items():
                 if len(held.shape) < 2:
@@ -111,12 +99,12 @@ def why_no_weights(
                 elif is_block and is_gate(module, held.shape):
                     reason = "a gate: it has one output"
                 else:
-                    reason = _reason(module, name, shapes)
+                    reason = _reason(module, name, parameters.by_module)
                 reasons[held] = reason and reasons.get(held, reason)  # a tied one is a weight if it is one anywhere
     return reasons
 
 
-def _reason(module: nn.Module, name: str, shapes: Mapping[nn.Module, Shapes]) -> str:
+def _reason(module: nn.Module, name: str, by_module: ByModule) -> str:
     """Return why a parameter is no weight, by its module and its name there."""
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return "an embedding"
@@ -129,7 +117,7 @@ def _reason(module: nn.Module, name: str, shapes: Mapping[nn.Module, Shapes]) ->
         return ""
     if any(map(_EMBEDDINGS.fullmatch, words)):
         return "an embedding"
-    holds_layers = any(shapes[layer] for layer in module.modules() if layer is not module)
+    holds_layers = any(by_module.get(layer) for layer in module.modules() if layer is not module)
     return "kept beside layers, no weight by its name" if holds_layers else ""
 
 

@@ -109,7 +109,8 @@ def _turn(comm: Communicator, path: str, linear: LinearLayer) -> _Turned:
     out_dim, in_dim = _dims(linear)
     if not isinstance(parameter, DTensor):
         return part
-    splits = [split for split in in_order(splits_of(parameter, in_dim)) if split.num_chunks > 1]
+    coordinate = parameter.device_mesh.get_coordinate() or ()
+    splits = [split for split in in_order(splits_of(parameter, in_dim, coordinate)) if split.num_chunks > 1]
     if any(split.stride > 1 for split in splits):
         raise NotImplementedError(f"the inputs of {path!r} are cut in an order this library does not know")
     if not splits:

@@ -23,7 +23,7 @@ from distprune.models.units import Units, find_all_units
 from distprune.oneshot.plan import blocks_to_walk, check_samples
 from distprune.removal.plan import Kept
 from distprune.removal.readers import num_to_keep
-from distprune.shards.device import all_finite
+from distprune.shards.device import are_finite
 
 ExpertCriterion = Literal["output", "usage"]
 _INDEX, _SHARES = "top_k_index", "top_k_weights"  # of every experts module of transformers 5
@@ -75,7 +75,7 @@ def choose_experts(
     kept: dict[Any, torch.Tensor] = {}
     with together(comm):
         for (name, places), scores in zip(found, scores_of_blocks, strict=True):
-            if not all_finite(scores):
+            if not are_finite(scores):
                 raise ValueError(f"experts of block {name!r} put out NaN or Inf")
             for units, of_units in zip(places, torch.split(scores, [of.num_units for of in places]), strict=True):
                 kept[name, "experts", units.name] = _highest(of_units, units, num_to_keep(units, keep, units.name))

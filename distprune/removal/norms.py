@@ -11,7 +11,7 @@ from distprune.collectives.base import Communicator
 from distprune.models.linear_layers import expert_place
 from distprune.models.units import Cut, Units
 from distprune.scores.exact_sum import grid_scale, on_grid
-from distprune.shards.device import all_finite
+from distprune.shards.device import are_finite
 from distprune.shards.geometry import indices_of
 from distprune.shards.local_shard import LocalShard
 
@@ -37,7 +37,7 @@ def unit_norms(
         for shard in shards.values():
             if shard.local.numel():
                 largest[0] = max(float(largest[0]), float(shard.local.abs().max()))
-                if not all_finite(shard.local):
+                if not are_finite(shard.local):
                     raise ValueError(f"weights of {shard.name!r} are NaN or infinite")
 
     largest = float(max_together(comm, (1,), look, torch.float64)[0])

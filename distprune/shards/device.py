@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,15 +52,6 @@ def row_chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         yield from zip(*(torch.split(tensor, num_rows) for tensor in tensors), strict=True)
 
 
-def by_accelerator(devices: Iterable[torch.device]) -> dict[torch.device, list[int]]:
-    """Return the numbers of those of ``devices`` that are not the host, by device."""
-    found: dict[torch.device, list[int]] = {}
-    for i, device in enumerate(devices):
-        if not on_host(device):
-            found.setdefault(device, []).append(i)
-    return found
-
-
 def batches(which: Sequence[int], numels: Sequence[int], most: int = _JOINED) -> Iterator[list[int]]:
     """Yield ``which`` to take together, but for empty ones: of ``most`` elements at most, or one that has more.
 
@@ -84,11 +75,6 @@ def are_finite(values: torch.Tensor) -> torch.Tensor:
     if not values.numel():
         return torch.ones((), dtype=torch.bool, device=values.device)
     return torch.stack(torch.aminmax(values)).isfinite().all()
-
-
-def all_finite(values: torch.Tensor) -> bool:
-    """Return whether none of ``values`` is NaN or infinite: one pass without temporaries, and one wait for a device."""
-    return bool(are_finite(values))
 
 
 def count_true(flags: torch.Tensor) -> torch.Tensor:
@@ -190,7 +176,9 @@ def own_settings() -> Iterator[None]:
 
     Casts of weights that autocast has kept are dropped at the end: the weights may have been written to.
     """
-    casting = [kind for kind in _kinds_of_device() if torch.is_autocast_enabled(kind)]
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = {"cpu", "cpu" if accelerator is None else accelerator.type}
+    casting = [*filter(torch.is_autocast_enabled, kinds)]
     with _precision, ExitStack() as stack:
         if casting:
             stack.callback(torch.clear_autocast_cache)
@@ -206,12 +194,6 @@ def plain_attention(device: torch.device) -> AbstractContextManager[None]:
     is changed of attention that a model computes in another way.
     """
     return nullcontext() if on_host(device) else _attention
-
-
-@cache
-def _kinds_of_device() -> tuple[str, ...]:
-    accelerator = torch.accelerator.current_accelerator()
-    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 @contextmanager

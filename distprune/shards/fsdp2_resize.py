@@ -18,10 +18,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from distprune.shards.fsdp2 import Managed, forget_places, groups_of, replace_managed, state_of
-from distprune.shards.torch_private import FSDPParam, find_private
+from distprune.shards.torch_private import FSDPParam, private
 
 # torch 2.11 has none: the placement is all that it asks for.
-_ShardPlacementResult = find_private("torch.distributed.fsdp._fully_shard._fsdp_common", "ShardPlacementResult")
+_ShardPlacementResult = private(
+    "torch.distributed.fsdp._fully_shard._fsdp_common", "ShardPlacementResult", is_optional=True
+)
 
 
 def even_parts(parameter: torch.Tensor, managed: Managed | None, dim: int) -> tuple[int, int]:

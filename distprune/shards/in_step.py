@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,20 +19,15 @@ from distprune.shards.fsdp2_forward import reset_forward
 from distprune.shards.torch_private import private
 
 _tree_leaves = private("torch.utils._pytree", "tree_leaves")
-_T = TypeVar("_T")
-
-
-class RunPass(Protocol):
-    """Runs a pass over the model: calls ``pass_over`` with the other arguments, and returns what it does."""
-
-    def __call__(self, pass_over: Callable[..., _T], *args: Any, **kwargs: Any) -> _T: ...
 
 
 @contextmanager
 def in_step(
     comm: Communicator, model: nn.Module, *, layers_communicate: bool = False, is_gathered: bool = False
-) -> Iterator[RunPass]:
+) -> Iterator[Callable[..., Any]]:
     """Yield what runs forwards of ``model``, and backward passes in which no gradient is reduced over ranks.
+
+    It takes a function and its arguments, and returns what that returns.
 
     Every rank must enter it, and run as many. What the body raises on one rank, all raise. Before FSDP gathers weights
     the ranks say that they have come to it, and one that has failed says so in place of that: a round of 64 bytes for
@@ -75,7 +70,7 @@ class _Steps:
             return False
         return self._is_gathering or (self._layers_communicate and self._is_passing)
 
-    def run(self, pass_over: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
+    def run(self, pass_over: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._is_passing = True
         found = pass_over(*args, **kwargs)
         self._is_passing = False

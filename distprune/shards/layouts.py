@@ -73,15 +73,14 @@ def is_laid_out_like(tensor: torch.Tensor, other: DTensor) -> bool:
     return one is two or (one.placements == two.placements and one.mesh == two.mesh)
 
 
-def splits_of(tensor: DTensor, dim: int, coordinate: Sequence[int] | None = None) -> list[Split]:
-    """Return how ``dim`` of ``tensor`` is cut, by mesh axis: on this rank, or at ``coordinate`` of the mesh."""
-    mesh = tensor.device_mesh
-    coordinate = coordinate or mesh.get_coordinate() or ()
-    return [
-        Split(mesh.size(axis), place, int(of.split_factor) if isinstance(of, StridedShard) else 1, axis)
-        for axis, (place, of) in enumerate(zip(coordinate, tensor.placements, strict=False))
-        if isinstance(of, Shard | StridedShard) and of.dim == dim
-    ]
+def splits_of(tensor: DTensor, dim: int, coordinate: Sequence[int]) -> list[Split]:
+    """Return how ``dim`` of ``tensor`` is cut, by mesh axis, at ``coordinate`` of the mesh."""
+    splits = []
+    for axis, (index, placement) in enumerate(zip(coordinate, tensor.placements, strict=False)):
+        if isinstance(placement, Shard | StridedShard) and placement.dim == dim:
+            stride = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
+            splits.append(Split(tensor.device_mesh.size(axis), index, stride, axis))
+    return splits
 
 
 def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
@@ -138,19 +137,15 @@ _places: WeakKeyDictionary[DeviceMesh, dict[object, tuple[Geometry, Ownership]]]
 
 
 def _place_of(name: str, tensor: DTensor) -> tuple[Geometry, Ownership]:
-    mesh, placements, global_shape = tensor.device_mesh, tensor.placements, tuple(tensor.shape)
+    mesh, placements, shape = tensor.device_mesh, tensor.placements, tuple(tensor.shape)
+    coordinate = mesh.get_coordinate()
     # Sub-meshes of one mesh are equal on all ranks, whichever ranks they hold there.
-    places, key = _places.setdefault(mesh, {}), (dist.get_rank(), mesh.get_coordinate(), placements, global_shape)
-    if key not in places:
-        places[key] = _new_place(name, tensor)
-    return places[key]
-
-
-def _new_place(name: str, tensor: DTensor) -> tuple[Geometry, Ownership]:
-    mesh, global_shape, coordinate = tensor.device_mesh, tuple(tensor.shape), tensor.device_mesh.get_coordinate()
+    places, key = _places.setdefault(mesh, {}), (dist.get_rank(), coordinate, placements, shape)
+    if key in places:
+        return places[key]
     if coordinate is None:
-        return Geometry.nothing(global_shape), Ownership(owned=False)
-    for axis, placement in enumerate(tensor.placements):
+        return Geometry.nothing(shape), Ownership(owned=False)
+    for axis, placement in enumerate(placements):
         if isinstance(placement, Partial):
             raise NotImplementedError(
                 f"parameter {name!r} is a partial sum on mesh axis {axis} ({placement}); redistribute it to "
@@ -158,16 +153,18 @@ def _new_place(name: str, tensor: DTensor) -> tuple[Geometry, Ownership]:
             )
         if type(placement) not in (Shard, StridedShard, Replicate):
             raise NotImplementedError(f"parameter {name!r} has a placement of unknown kind: {placement}")
-    runs = [runs_of_splits(size, splits_of(tensor, dim)) for dim, size in enumerate(global_shape)]
-    replica_axes = [axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate()]
-    # The ranks at this one's place on all other axes.
+    runs = [runs_of_splits(size, splits_of(tensor, dim, coordinate)) for dim, size in enumerate(shape)]
+    # The ranks at this one's place on all axes but those of replicas.
     ranks = mesh.mesh
-    holders = ranks[tuple(slice(None) if a in replica_axes else c for a, c in enumerate(coordinate))]
+    axes = zip(coordinate, placements, strict=True)
+    holders = ranks[tuple([slice(None) if placement.is_replicate() else index for index, placement in axes])]
     owned = int(ranks[tuple(coordinate)]) == int(holders.min())
     mesh_ranks = ranks.flatten().tolist()
-    text = repr((tuple(ranks.shape), mesh_ranks, tensor.placements)).encode()
+    text = repr((tuple(ranks.shape), mesh_ranks, placements)).encode()
     layout = Layout(hashlib.sha256(text).hexdigest()[:16], len(mesh_ranks), holders.numel())
-    return Geometry(global_shape, tuple(runs)), Ownership(owned, holders.numel(), frozenset(mesh_ranks), layout)
+    ownership = Ownership(owned, holders.numel(), frozenset(mesh_ranks), layout)
+    places[key] = Geometry(shape, tuple(runs)), ownership
+    return places[key]
 
 
 _reshard = private("torch.distributed.fsdp._runtime_utils", "_reshard")

@@ -48,16 +48,6 @@ class Ownership:
         meant = "all ranks" if self.mesh_ranks is None else f"{len(self.mesh_ranks)} ranks of a mesh"
         return one_line(self, f"{'owned' if self.owned else 'not owned'}, {self.num_replicas} replicas, of {meant}")
 
-    def over(self, first_holder: int, num_holders: int) -> Ownership:
-        """Return it for all ``num_holders`` ranks that hold a part, of which ``first_holder`` is the lowest. Local.
-
-        Only the copy on the mesh that contains ``first_holder`` is counted.
-        """
-        if self.mesh_ranks is None:
-            return self
-        num_copies = max(num_holders // len(self.mesh_ranks), 1)
-        return Ownership(self.owned and first_holder in self.mesh_ranks, self.num_replicas * num_copies)
-
 
 def no_values(name: str) -> ValueError:
     """Return the error for a parameter that is on the meta device where its values are needed."""
@@ -139,10 +129,17 @@ class LocalShard:
     def owned_by(self, rank: int, first_holder: int, num_holders: int) -> LocalShard:
         """Return the shard, on global rank ``rank``, with an ownership that holds for all ranks. Local.
 
-        ``first_holder`` is the lowest of the ``num_holders`` global ranks that hold a part of the parameter.
+        ``first_holder`` is the lowest of the ``num_holders`` global ranks that hold a part of the parameter. Of copies
+        on several meshes only the one on the mesh that contains ``first_holder`` is counted.
         """
-        ownership = self.ownership or Ownership(rank == first_holder, num_holders)
-        return self.having(ownership=ownership.over(first_holder, num_holders))
+        ownership = self.ownership
+        if ownership is None:
+            ownership = Ownership(rank == first_holder, num_holders)
+        elif ownership.mesh_ranks is not None:
+            num_copies = max(num_holders // len(ownership.mesh_ranks), 1)
+            is_counted = ownership.owned and first_holder in ownership.mesh_ranks
+            ownership = Ownership(is_counted, ownership.num_replicas * num_copies)
+        return self.having(ownership=ownership)
 
     def having(self, **changes: Any) -> LocalShard:
         """Return the shard with other attributes than ``local`` and ``geometry``, which are not checked again."""

@@ -6,6 +6,7 @@ on the CPU is not copied aside.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -13,30 +14,30 @@ import torch
 from distprune.shards.device import on_host
 
 
-class _Buffers:
-    """Two pinned buffers of the host, in turn."""
+class _Buffer:
+    """A pinned buffer of the host."""
 
     def __init__(self) -> None:
-        self._memory = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(2)]
-        self._under_way: list[torch.Event | None] = [None, None]
-        self._turn = 0
+        self._memory = self._staged = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._copied: torch.Event | None = None
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
-        """Return the other buffer, as ``like``, once what it was last copied from or to is done."""
-        self._turn ^= 1
-        self.wait(self._turn)
-        if self._memory[self._turn].numel() < like.nbytes:
-            self._memory[self._turn] = _pinned(like.nbytes)
-        return self._memory[self._turn][: like.nbytes].view(like.dtype).view(like.shape)
+        """Return the buffer, as ``like``, once what was last copied from or to it is done."""
+        self.arrived()
+        if self._memory.numel() < like.nbytes:
+            self._memory = _pinned(like.nbytes)
+        self._staged = self._memory[: like.nbytes].view(like.dtype).view(like.shape)
+        return self._staged
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> int:
-        """Begin to copy from or to the buffer that was last taken, and return its number."""
-        self._under_way[self._turn] = _begin_copy(target, source)
-        return self._turn
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Begin to copy from or to the buffer."""
+        self._copied = _begin_copy(target, source)
 
-    def wait(self, number: int) -> None:
-        if (event := self._under_way[number]) is not None:
-            event.synchronize()
+    def arrived(self) -> torch.Tensor:
+        """Return what was last taken, once it is copied."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._staged
 
 
 def send_in_turn(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -44,14 +45,15 @@ def send_in_turn(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
     The next pair is asked for while the last two are on their way.
     """
-    buffers = _Buffers()
+    buffers = itertools.cycle((_Buffer(), _Buffer()))
     for target, values in pairs:
         if on_host(target.device):
             target.copy_(values)
-            continue
-        staged = buffers.take(values)
-        staged.copy_(values)
-        buffers.copy(target, staged)
+        else:
+            buffer = next(buffers)
+            staged = buffer.take(values)
+            staged.copy_(values)
+            buffer.copy(target, staged)
 
 
 def fetch_in_turn(pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -59,20 +61,18 @@ def fetch_in_turn(pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
     While one is worked on, the next one is on its way.
     """
-    buffers, last = _Buffers(), list[tuple[int, torch.Tensor]]()
+    buffers, coming = itertools.cycle((_Buffer(), _Buffer())), list[_Buffer]()
     for piece in pieces:
         if on_host(piece.device):
             yield piece
             continue
-        staged = buffers.take(piece)
-        last.append((buffers.copy(staged, piece), staged))
-        if len(last) > 1:
-            number, before = last.pop(0)
-            buffers.wait(number)
-            yield before
-    for number, staged in last:
-        buffers.wait(number)
-        yield staged
+        buffer = next(buffers)
+        buffer.copy(buffer.take(piece), piece)
+        coming.append(buffer)
+        if len(coming) > 1:
+            yield coming.pop(0).arrived()
+    for buffer in coming:
+        yield buffer.arrived()
 
 
 def _pinned(num_bytes: int) -> torch.Tensor:

@@ -7,26 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-__all__ = ["FSDPParam", "FSDPState", "StridedShard", "find_private", "private"]
+__all__ = ["FSDPParam", "FSDPState", "StridedShard", "private"]
 
 
-def find_private(module: str, name: str) -> Any:
-    """Return ``name`` of torch's ``module``, or ``None`` if torch has no such name."""
-    try:
-        return getattr(import_module(module), name, None)
-    except ImportError:
-        return None
-
-
-def private(module: str, name: str) -> Any:
-    """Return ``name`` of torch's ``module``.
+def private(module: str, name: str, *, is_optional: bool = False) -> Any:
+    """Return ``name`` of torch's ``module``; ``None`` where torch has none and it ``is_optional``.
 
     Raises:
         ImportError: torch has no such name: it is older or newer than those that distprune works with.
     """
-    if (found := find_private(module, name)) is None:
-        raise ImportError(f"torch {torch.__version__} has no {module}.{name}: distprune works with torch 2.11 to 2.15")
-    return found
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        if is_optional:
+            return None
+        text = f"torch {torch.__version__} has no {module}.{name}: distprune works with torch 2.11 to 2.15"
+        raise ImportError(text) from error
 
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard."

@@ -28,7 +28,7 @@ from distprune.masks.in_place import (
     zero_all_where_pruned,
     zero_where_pruned,
 )
-from distprune.shards.device import Arriving, by_accelerator, on_host
+from distprune.shards.device import Arriving, on_host
 from distprune.shards.layouts import is_laid_out_like, local_of
 from distprune.shards.local_shard import LocalShard
 from distprune.shards.parameter_range import ParameterRange
@@ -222,10 +222,10 @@ class HeldTogether:
     def __init__(self, held: Sequence[Held]) -> None:
         self._all = held
         self._here = [each for each in held if on_host(each.shard.local.device)]
-        there = {
-            device: [held[i] for i in which]
-            for device, which in by_accelerator(each.shard.local.device for each in held).items()
-        }
+        there: dict[torch.device, list[Held]] = {}
+        for each in held:
+            if not on_host(each.shard.local.device):
+                there.setdefault(each.shard.local.device, []).append(each)
         self._there = [(of, HeldOnDevice([(each.shard.local, each.kept) for each in of])) for of in there.values()]
         self._arriving: deque[tuple[list[Held], Arriving]] = deque()
 

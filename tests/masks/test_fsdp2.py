@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 import distprune as prune
-from tests.sampling import only_whole
 from tests.worlds import ProcessPool, drawing
 from tests.wrapped import PRUNED, Wrapped, batches, pairs_of, transformer, whole, wrap
 
@@ -188,41 +187,26 @@ def test_no_rank_holds_a_whole_mask_or_another_unsharded_copy(pool: ProcessPool)
         assert 0 < largest_bool <= SIZE * SIZE // 4
 
 
-def compiled_on_rank(_: int, what: str) -> tuple[Parameters, Parameters]:
+def compiled_on_rank(_: int, layout: str, what: str) -> list[Parameters]:
     results = []
     for compiles in (False, True):
         torch._dynamo.reset()
-        wrapped = wrap("fsdp2", transformer())
+        wrapped = wrap(layout, transformer())
         prune_all(wrapped.model)
-        if compiles and what == "whole":
-            wrapped.model.compile(backend="aot_eager")
-        elif compiles:
-            for block in wrapped.model.get_submodule("layers").children():
-                block.compile(backend="aot_eager")
+        parts = [wrapped.model] if what == "whole" else wrapped.model.get_submodule("layers").children()
+        for part in parts if compiles else ():
+            part.compile(backend="aot_eager")
         results.append(trained(wrapped))
-    return results[0], results[1]
-
-
-@pytest.mark.parametrize("what", [only_whole("whole"), "blocks"])
-@pytest.mark.whole
-def test_compiled_is_eager(pool: ProcessPool, what: str) -> None:
-    for eager, compiled in pool.run(2, compiled_on_rank, what):
-        assert_close(compiled, eager)
+    return results
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at what a block is called with
-@pytest.mark.parametrize("what", ["whole", only_whole("blocks")])
+@pytest.mark.parametrize("what", ["whole", "blocks"])
+@pytest.mark.parametrize(("layout", "world_size"), [("plain", 1), ("fsdp2", 2)])
 @pytest.mark.whole
-def test_compiled_plain_is_eager(what: str) -> None:
-    torch._dynamo.reset()
-    model = transformer()
-    prune_all(model)
-    if what == "whole":
-        model.compile(backend="aot_eager")
-    else:
-        for block in model.layers:
-            block.compile(backend="aot_eager")
-    assert_close(trained(Wrapped(model, 0, 1)), alone())
+def test_compiled_is_eager(pool: ProcessPool, layout: str, world_size: int, what: str) -> None:
+    for eager, compiled in pool.run(world_size, compiled_on_rank, layout, what):
+        assert_close(compiled, eager)
 
 
 def saved_on_rank(_: int, path: str) -> None:
@@ -232,39 +216,26 @@ def saved_on_rank(_: int, path: str) -> None:
     save(get_model_state_dict(wrapped.model), checkpoint_id=path)
 
 
-def loaded_on_rank(_: int, path: str) -> Parameters:
+def loaded_on_rank(_: int, path: str, layout: str) -> Parameters:
     """Load into a model with other weights and another mask, and go on training."""
-    wrapped = wrap("fsdp2", transformer(seed=5))
+    wrapped = wrap(layout, transformer(seed=5))
     prune_all(wrapped.model, 0.2)
     state = get_model_state_dict(wrapped.model)
     load(state, checkpoint_id=path)
     set_model_state_dict(wrapped.model, state)
-    for module, _name in pairs_of(wrapped.model):
+    for module, _name in pairs_of(wrapped.model) if layout == "fsdp2" else ():
         assert isinstance(module.weight_mask, DTensor)
         assert module.weight_mask.dtype is torch.bool
     return trained(wrapped, first=3)
 
 
 @pytest.mark.whole
-def test_checkpoint_of_four_ranks_on_two_and_one(pool: ProcessPool, tmp_path: Path) -> None:
-    path = str(tmp_path / "checkpoint")
+def test_checkpoint_of_four_ranks_on_two_and_one_and_plain(pool: ProcessPool, tmp_path: Path) -> None:
+    path, wanted = str(tmp_path / "checkpoint"), alone(num_steps=6)
     pool.run(4, saved_on_rank, path)
-    for world_size in (2, 1):
-        for got in pool.run(world_size, loaded_on_rank, path):
-            assert_close(got, alone(num_steps=6))
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as it should be
-@pytest.mark.whole
-def test_checkpoint_of_four_ranks_in_a_plain_model(pool: ProcessPool, tmp_path: Path) -> None:
-    path = str(tmp_path / "checkpoint")
-    pool.run(4, saved_on_rank, path)
-    model = transformer(seed=5)
-    prune_all(model, 0.2)
-    state = model.state_dict()
-    load(state, checkpoint_id=path, no_dist=True)
-    model.load_state_dict(state)
-    assert_close(trained(Wrapped(model, 0, 1), first=3), alone(num_steps=6))
+    for world_size, layout in ((2, "fsdp2"), (1, "fsdp2"), (1, "plain")):
+        for got in pool.run(world_size, loaded_on_rank, path, layout):
+            assert_close(got, wanted)
 
 
 def pruned_first_on_rank(_: int, by: str, brings_over: str) -> Parameters:

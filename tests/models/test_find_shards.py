@@ -6,10 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.find_shards import find_shards
-from distprune.models.linear_layers import UNUSUAL, dense_weights, linear_layers
-from tests.architectures import ONE_SHOT_ARCHITECTURES, tiny_model
 
 
 def stage(num_blocks: int) -> nn.ModuleDict:
@@ -69,21 +66,3 @@ def test_adapters_are_pruned_only_if_they_are_named(has_blocks: bool) -> None:
     ]
     inside = find_shards(model, model.get_submodule(path)).shards
     assert len(inside) == 4  # what is named as a module, too
-
-
-@pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
-def test_what_one_shot_prunes_is_a_weight(architecture: str) -> None:
-    """The same rule: of what is a weight a walk over blocks prunes all but what it does not know."""
-    model = tiny_model(architecture)
-    found = find_shards(model)
-    weights = {shard.name for shard in found.shards}
-    for block_name, block in decoder_blocks(model):
-        walked = {f"{block_name}.{linear.parameter_path}" for linear in linear_layers(block).values()}
-        dense = {f"{block_name}.{name}": why for name, why in dense_weights(block).items()}
-        inside = {name for name in weights if name.startswith(f"{block_name}.")}
-        assert walked <= inside
-        assert {dense[name] for name in inside - walked} <= {"a convolution", *UNUSUAL}
-        shared = {name for name in dense if name in found.left_out}
-        assert {dense[name] for name in shared if "gate" in dense[name] or "router" in dense[name]} == {
-            found.left_out[name] for name in shared if "gate" in dense[name] or "router" in dense[name]
-        }
