@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from distprune.checkpoint.optional_packages import import_extra
-from distprune.checkpoint.outputs import writing_file
+from distprune.checkpoint.outputs import writing
 from distprune.checkpoint.replaceable import check_file
 from distprune.collectives.communicator import Alone
 
@@ -37,7 +37,7 @@ def png_of(figure: Any) -> bytes:
 def write_png(figure: Any, path: str | Path, *, overwrite: bool) -> None:
     """Write ``figure`` into the file ``path``, whole or not at all. Local; raises as :func:`check_picture`."""
     check_picture(path, overwrite=overwrite)
-    with writing_file(path, Alone(), overwrite=overwrite) as staging:
+    with writing(path, Alone(), overwrite=overwrite, is_file=True) as staging:
         staging.write_bytes(png_of(figure))
 
 

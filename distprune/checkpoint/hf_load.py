@@ -19,7 +19,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from distprune.checkpoint.hf_directory import HfDirectory
 from distprune.checkpoint.hub import resolve_model
 from distprune.checkpoint.naming import Regions, different_values, names_by_tensor
-from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.pretrained import build_on_meta, compute_buffers
 from distprune.checkpoint.regions import regions_by_name
 from distprune.checkpoint.shared_reading import open_together, sample_together
@@ -73,7 +72,6 @@ def load(
     """
     comm = communicator(group)
     with together(comm):
-        import_extra("transformers", "hf")
         kind = as_device(device or (mesh.device_type if mesh is not None else "cpu"))
         mesh = mesh_of(group, comm.size, kind) if mesh is None else mesh
     path = resolve_model(str(name), group=comm)

@@ -16,7 +16,6 @@ from torch import nn
 from distprune.checkpoint.disk import sync_file
 from distprune.checkpoint.hf_directory import HfDirectory, WeightFile
 from distprune.checkpoint.hub import resolve_model
-from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.output_files import allocate_directory, planned
 from distprune.checkpoint.outputs import writing
 from distprune.checkpoint.shared_reading import open_together
@@ -68,7 +67,6 @@ def save(
     """
     comm = communicator(group)
     with together(comm):
-        import_extra("transformers", "hf")
         check_model(model)
         known = source or getattr(getattr(model, "config", None), "name_or_path", None)
         if not known:

@@ -29,14 +29,13 @@ _ALIGNMENT = 8  # bytes: where the safetensors library lets the data begin
 def planned(path: Path, shards: Iterable[LocalShard]) -> WeightFile:
     """Return the weight file to write at ``path``: whole tensors in the order, the sizes and dtypes of ``shards``."""
     entries: list[TensorEntry] = []
-    position = 0
+    stop = 0
     for shard in shards:
-        stop = position + shard.geometry.global_numel * shard.local.element_size()
-        entries.append(TensorEntry(shard.name, shard.local.dtype, shard.geometry.global_shape, position, stop))
-        position = stop
-    start = len(header_of(entries))
-    placed = tuple(replace(entry, start=start + entry.start, stop=start + entry.stop) for entry in entries)
-    return WeightFile(path, placed)
+        start, stop = stop, stop + shard.geometry.global_numel * shard.local.element_size()
+        entries.append(TensorEntry(shard.name, shard.local.dtype, shard.geometry.global_shape, start, stop))
+    size = len(header_of(entries))
+    placed = (replace(entry, start=size + entry.start, stop=size + entry.stop) for entry in entries)
+    return WeightFile(path, tuple(placed))
 
 
 def header_of(entries: Sequence[TensorEntry]) -> bytes:

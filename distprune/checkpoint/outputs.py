@@ -7,7 +7,7 @@ sibling, which the next job to the same target removes. Nothing is written throu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -21,10 +21,11 @@ from distprune.collectives.communicator import Group, communicator
 from distprune.collectives.slow import work_together
 
 
+@contextmanager
 def writing(
-    target: str | Path, group: Group = None, *, overwrite: bool = False, inputs: Inputs = ()
-) -> AbstractContextManager[Path]:
-    """Yield an empty directory beside ``target``; put it in its place when the body ends on every rank.
+    target: str | Path, group: Group = None, *, overwrite: bool = False, inputs: Inputs = (), is_file: bool = False
+) -> Iterator[Path]:
+    """Yield an empty directory, or file, beside ``target``; put it in its place when the body ends on every rank.
 
     Every rank of ``group`` must enter it, and see ``target``. The body may communicate. If it raises, on all ranks or
     on one that no other is waiting for in the body, all raise, what was written is removed, and ``target`` is as it
@@ -33,32 +34,23 @@ def writing(
     Communicates five rounds of 64 bytes and what :func:`publish` does.
 
     Raises:
-        OSError, ValueError: on every rank: what :func:`check_output` raises, also if another job has filled ``target``
-            meanwhile; another job writes there, writing fails, or ranks were given different arguments.
+        OSError, ValueError: on every rank: what :func:`check_output`, or :func:`check_file`, raises; another job writes
+            there or has filled ``target`` meanwhile, writing fails, or ranks were given different arguments.
     """
-    check = partial(check_output, target, overwrite=overwrite, inputs=inputs)
-    return _writing(communicator(group), check, Path.mkdir)
-
-
-def writing_file(
-    target: str | Path, group: Group = None, *, overwrite: bool = False, inputs: Inputs = (), num_bytes: int = 0
-) -> AbstractContextManager[Path]:
-    """Yield an empty file beside ``target``, and do as :func:`writing`; raises what :func:`check_file` does."""
-    check = partial(check_file, target, overwrite=overwrite, inputs=inputs, num_bytes=num_bytes)
-    return _writing(communicator(group), check, partial(Path.touch, exist_ok=False))
-
-
-@contextmanager
-def _writing(comm: Communicator, check: partial[Path], make: Callable[[Path], object]) -> Iterator[Path]:
-    with together(comm, output=str(check.args[0]), overwrite=check.keywords["overwrite"]):
+    comm = communicator(group)
+    check = partial(check_file if is_file else check_output, target, overwrite=overwrite, inputs=inputs)
+    with together(comm, output=str(target), overwrite=overwrite):
         path = check()
 
-    def make_allowed(staging: Path) -> None:
+    def make(staging: Path) -> None:
         check()  # what a killed job replaced is back
-        make(staging)
+        if is_file:
+            staging.touch(exist_ok=False)
+        else:
+            staging.mkdir()
 
     with locking(comm, path):
-        staging = make_staging(comm, path, make_allowed)
+        staging = make_staging(comm, path, make)
         with together(comm):  # what a rank raises that no other waits for
             yield staging
         publish(comm, staging, path, check)

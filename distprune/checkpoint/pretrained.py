@@ -5,6 +5,7 @@ No code of the directory is run. Whatever transformers raises becomes one line.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,29 +71,25 @@ def check_config(path: Path) -> None:
         ValueError: it is no JSON object, or names an attention or experts implementation from the hub.
         NotImplementedError: the weights are quantized.
     """
-    for key, value in _walk(read_json(path / CONFIG_NAME)):
-        if "implementation" in key and "/" in str(value):
-            raise ValueError(
-                f"{path / CONFIG_NAME} asks for {key}={value!r}, code from the hub, which is not run here; remove it"
-            )
-        if key in ("quantization_config", "compression_config") and value:
-            method = value.get("quant_method", "an unknown method") if isinstance(value, dict) else value
-            raise NotImplementedError(
-                f"the weights of {path} are quantized ({key}: {method}) and cannot be pruned; take the model they were "
-                "quantized from, or dequantize them first (model.dequantize() and save_pretrained() of transformers)"
-            )
+    config = path / CONFIG_NAME
 
+    def check(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for key, value in pairs:
+            if "implementation" in key and "/" in str(value):
+                raise ValueError(
+                    f"{config} asks for {key}={value!r}, code from the hub, which is not run here; remove it"
+                )
+            if key in ("quantization_config", "compression_config") and value:
+                method = value.get("quant_method", "an unknown method") if isinstance(value, dict) else value
+                raise NotImplementedError(
+                    f"the weights of {path} are quantized ({key}: {method}) and cannot be pruned; take the model they "
+                    "were quantized from, or dequantize them first (model.dequantize() and save_pretrained() of "
+                    "transformers)"
+                )
+        return dict(pairs)
 
-def _walk(root: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every value inside a JSON value, with the key it stands under."""
-    pending = [("", root)]
-    while pending:
-        key, value = pending.pop()
-        yield key, value
-        if isinstance(value, dict):
-            pending += value.items()
-        elif isinstance(value, list):
-            pending += [(key, item) for item in value]
+    read_json(config)
+    json.loads(config.read_bytes(), object_pairs_hook=check)  # of every object in it
 
 
 def _auto_map(path: Path) -> str:

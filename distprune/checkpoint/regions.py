@@ -114,11 +114,8 @@ class Region(NamedTuple):
     def view_of(self, stored: torch.Tensor) -> torch.Tensor:
         """Return the box of the stored tensor, with the dims that it has in the model: a view. Local."""
         stored = stored[tuple(slice(*bounds) for bounds in self.stored_bounds)]
-        stored = stored.permute([self.dims.index(dim) for dim in range(len(self.bounds)) if dim in self.dims])
-        for dim in range(len(self.bounds)):
-            if dim not in self.dims:
-                stored = stored.unsqueeze(dim)
-        return stored
+        stored = stored.permute([self.dims.index(dim) for dim in sorted(self.dims)])
+        return stored[tuple(slice(None) if dim in self.dims else None for dim in range(len(self.bounds)))]
 
 
 def regions_by_name(regions: Iterable[Sequence[Region]]) -> dict[str, list[Region]]:

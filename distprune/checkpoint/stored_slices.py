@@ -21,7 +21,7 @@ import torch
 from distprune.checkpoint.disk import sync_file
 from distprune.checkpoint.hf_directory import TensorEntry, WeightFile, open_weights
 from distprune.checkpoint.output_files import header_of, planned
-from distprune.checkpoint.outputs import writing_file
+from distprune.checkpoint.outputs import writing
 from distprune.collectives.agree import together
 from distprune.collectives.base import Communicator
 from distprune.collectives.slow import work_together
@@ -187,12 +187,12 @@ def write_together(
     """Write tensors of ``shapes`` to the file ``target``, of which ``parts`` are what this rank has to write.
 
     Its bytes do not depend on the layout. Every rank must call it, and see ``target``. Rounds: those of
-    :func:`writing_file`, one of 64 bytes, and those of :func:`work_together`.
+    :func:`writing`, one of 64 bytes, and those of :func:`work_together`.
 
     Raises:
-        OSError, ValueError: on every rank, nothing changed: as :func:`writing_file`.
+        OSError, ValueError: on every rank, nothing changed: as :func:`writing`.
     """
-    with writing_file(target, comm, overwrite=overwrite) as staging:
+    with writing(target, comm, overwrite=overwrite, is_file=True) as staging:
         with together(comm):
             whole = [
                 LocalShard(name, torch.empty(tuple(shape), dtype=dtype, device="meta"), Geometry.whole(shape))

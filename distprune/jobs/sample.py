@@ -14,7 +14,7 @@ from typing_extensions import override
 from distprune.calibration.own_words import TOP_K, own_words, texts_of
 from distprune.checkpoint.hf_load import load_model, mesh_of
 from distprune.checkpoint.hub import name_of_model, resolve_model
-from distprune.checkpoint.outputs import writing_file
+from distprune.checkpoint.outputs import writing
 from distprune.checkpoint.pretrained import load_tokenizer
 from distprune.checkpoint.replaceable import check_file
 from distprune.checkpoint.shared_reading import open_together
@@ -92,7 +92,7 @@ def run_sample_job(
         device = as_device(device)
     agree(comm, {**job.flags(), "device": device.type})
     path = resolve_model(job.model, group=comm, log=reporter.say)
-    with writing_file(job.output, comm, overwrite=job.overwrite, inputs=[path], num_bytes=job.num_bytes) as staging:
+    with writing(job.output, comm, overwrite=job.overwrite, inputs=[path], is_file=True) as staging:
         directory = open_together(comm, path)
         with together(comm):
             tokenizer = load_tokenizer(path)

@@ -274,12 +274,13 @@ def test_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         save(theirs, tmp_path / "out0", layers=shrunk.layers, overwrite=True)
     with pytest.raises(ValueError, match="where this Linear was loaded from is not known: say source="):
         save(torch.nn.Linear(2, 2), tmp_path / "linear")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "transformers", None)
+        for call in (lambda: load(tmp_path / "model"), lambda: save(theirs, tmp_path / "other")):
+            with pytest.raises(ImportError, match=r"pip install 'distprune\[hf\]'"):
+                call()
     l1_unstructured(theirs.model.layers[0].mlp.up_proj, "weight", 0.5)
     with pytest.raises(ValueError, match=r"up_proj\.weight_orig' has a mask beside it"):
         save(theirs, tmp_path / "masked")
     with pytest.raises(FileNotFoundError, match="there is no model directory"):
         load(tmp_path / "nothing")
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    for call in (lambda: load(tmp_path / "model"), lambda: save(theirs, tmp_path / "other")):
-        with pytest.raises(ImportError, match=r"pip install 'distprune\[hf\]'"):
-            call()
