@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -225,7 +225,7 @@ def _check_index(weight_map: dict[str, str], files: tuple[WeightFile, ...]) -> N
 
 
 def _small_files(folder: Path) -> tuple[Path, ...]:
-    small = sorted(_carried(folder.iterdir()))
+    small = _carried(folder)
     home = Path(os.path.realpath(folder))
     # The hub's cache: models--ORG--NAME/snapshots/REVISION/config.json -> ../../blobs/DIGEST
     homes = {home, home.parent.parent / "blobs"} if home.parent.name == "snapshots" else {home}
@@ -236,27 +236,24 @@ def _small_files(folder: Path) -> tuple[Path, ...]:
     return tuple(small)
 
 
-def _carried(entries: Iterable[Path]) -> Iterator[Path]:
-    """Yield what is carried of the ``entries`` of a folder, and of those of its sub-folders."""
-    for path in entries:
-        if path.is_dir():
-            if not path.is_symlink() and not path.name.startswith(".") and os.access(path, os.R_OK | os.X_OK):
-                inside = [*path.iterdir()]
-                small = [] if any(of.name.endswith(_WEIGHT_SUFFIXES) for of in inside) else [*_carried(inside)]
-                if sum(of.stat().st_size for of in small) <= _MAX_SMALL_FILE:
-                    yield from small
-        elif (
-            not path.name.endswith(_WEIGHT_SUFFIXES)
-            and path.name not in _NOT_CARRIED
-            and path.is_file()
-            and path.stat().st_size <= _MAX_SMALL_FILE
-        ):
-            yield path
+def _carried(folder: Path) -> list[Path]:
+    """Return the small files of ``folder`` and its sub-folders, but of those that are hidden, large or hold weights."""
+    small: list[Path] = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        weights = {name for name in names if name.endswith(_WEIGHT_SUFFIXES)}
+        files = [Path(parent, name) for name in sorted({*names} - weights - _NOT_CARRIED)]
+        sizes = {file: file.stat().st_size for file in files if file.is_file()}
+        if Path(parent) == folder:
+            small += [file for file, size in sizes.items() if size <= _MAX_SMALL_FILE]
+        elif weights:
+            folders.clear()
+        elif sum(sizes.values()) <= _MAX_SMALL_FILE:
+            small += sizes
+    return sorted(small)
 
 
 def small_folders(folder: Path) -> list[Path]:
     """Return the sub-folders that are carried along, relative to the model directory ``folder``, inner ones first."""
-    if not folder.is_dir():
-        return []
-    names = {path.relative_to(folder) for path in _carried(folder.iterdir())}
+    names = {path.relative_to(folder) for path in _carried(folder)}
     return sorted({parent for name in names for parent in name.parents} - {Path()}, reverse=True)

@@ -136,7 +136,7 @@ class ModelWriter:
         with together(self.comm):
             self._output = output_of(model, source, layers)
             shards = {name: local_shard(name, tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
-            self._files: list[tuple[WeightFile, WeightFile]] = []  # (read, written)
+            self._files: list[WeightFile] = []  # that are written
             # This rank's parts, where they are written, and the modules that each is in.
             self._parts: list[tuple[Stored, set[str]]] = []
             for file in source.weight_files:
@@ -145,13 +145,13 @@ class ModelWriter:
                     continue
                 parts = [_parts_of(tensor, shards) for tensor in tensors]
                 written = planned(target / file.path.name, [of_tensor[0] for of_tensor in parts])
-                self._files.append((file, written))
+                self._files.append(written)
                 for tensor, of_tensor, entry in zip(tensors, parts, written.tensors, strict=True):
                     for region, part in zip(tensor.regions, of_tensor, strict=True):
                         modules = {*itertools.accumulate(region.name.split("."), "{}.{}".format)}
                         self._parts.append(((part, written, entry), modules))
             self._unsynced: set[Path] = set()  # files that this rank has written to
-            dtypes = [str(entry.dtype) for _, file in self._files for entry in file.tensors]
+            dtypes = [str(entry.dtype) for file in self._files for entry in file.tensors]
             facts = {"source": source.fingerprint(), "target": str(target), "dtypes": dtypes, "layers": layers}
         agree(self.comm, facts)
 
@@ -164,7 +164,7 @@ class ModelWriter:
             if self.comm.rank == 0:
                 config, num_removed = self._output.config, self._output.num_removed
                 allocate_directory(self._source, self._files, self._target, config, num_removed)
-                self._unsynced.update(file.path for _, file in self._files)
+                self._unsynced.update(file.path for file in self._files)
 
     def write(
         self, prefixes: Sequence[str] | None = None, *, written: Collection[str] = (), progress: Progress = None

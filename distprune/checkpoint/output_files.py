@@ -51,12 +51,12 @@ def header_of(entries: Sequence[TensorEntry]) -> bytes:
 
 def allocate_directory(
     source: HfDirectory,
-    files: Sequence[tuple[WeightFile, WeightFile]],
+    files: Sequence[WeightFile],
     target: Path,
     config: dict[str, Any] | None = None,
     num_removed: int = 0,
 ) -> None:
-    """Make ``files``, (read, written), at their full size in ``target``, and copy what is not weights.
+    """Make ``files`` at their full size in ``target``, and copy what is not weights.
 
     The config says the dtype, and the index the sizes, that are written. Of weight files that are there the weights
     stay; headers and small files are written anew. ``config``: of a model of other sizes than the source's, which has
@@ -65,20 +65,20 @@ def allocate_directory(
     Raises:
         OSError: the disk is full or not writable.
     """
-    sizes = {file.path: file.tensors[-1].stop if file.tensors else len(header_of([])) for _, file in files}
+    sizes = {file.path: file.tensors[-1].stop if file.tensors else len(header_of([])) for file in files}
     needed = sum(sizes.values()) - sum(path.stat().st_size for path in sizes if path.exists())
     free = shutil.disk_usage(target).free
     if needed > free:
         raise OSError(f"{target} has {free} bytes free, the model needs {needed}")
     # A directory that only its owner may enter has such a copy.
     target.chmod(target.stat().st_mode & source.path.stat().st_mode | stat.S_IRWXU)
-    for _, file in files:
+    for file in files:
         _write_file(file.path, header_of(file.tensors), sizes[file.path])
     for path in source.small_files:
         copy = target / path.relative_to(source.path)
         copy.parent.mkdir(parents=True, exist_ok=True)
         _write_file(copy, path.read_bytes())
-    written = [(entry, file.path.name) for _, file in files for entry in file.tensors]
+    written = [(entry, file.path.name) for file in files for entry in file.tensors]
     before = read_json(source.path / CONFIG_NAME)
     config = {**(before if config is None else config)}
     dtypes = {str(entry.dtype) for entry, _ in written if entry.dtype.is_floating_point}

@@ -143,8 +143,7 @@ class StretchWriter:
         """
         with together(self._comm):
             if self._comm.rank == 0:
-                files = list(zip(self._source.weight_files, self.files, strict=True))
-                allocate_directory(self._source, files, self._unfinished.folder)
+                allocate_directory(self._source, self.files, self._unfinished.folder)
 
     def num_as_written(self) -> int:
         """Return how many of the recorded stretches are on the disk as they were written, and forget the others.
