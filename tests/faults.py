@@ -61,7 +61,7 @@ _READS |= {"t", "tolist", "unbind", "view", "diagonal", "is_inference", "_set_gr
 # so they cannot stand inside one. What one rank cannot do there, none can.
 _AGREED = {
     "oneshot/allocation.py": ("fill_budget", "whole_rows_of"),
-    "selection/radix.py": ("select_lowest", "_narrowed", "_check", "_thresholds", "_OwnElements.__init__"),
+    "selection/radix.py": ("select_lowest", "_narrowed", "_check", "_thresholds", "_LocalElements.__init__"),
     "selection/order.py": ("Order.last", "Order.values"),
 }
 _TEXT = "an injected error"

@@ -22,7 +22,7 @@ LINES = {
     "models": (915, 690),
     "oneshot": (2860, 1440),
     "patterns": (1600, 690),
-    "pruning": (1446, 960),
+    "pruning": (1445, 960),
     "removal": (1740, 1160),
     "scores": (420, 350),
     "selection": (520, 520),

@@ -17,6 +17,7 @@ from distprune.collectives.base import Communicator, as_told, cannot_meet
 from distprune.collectives.roster import Member, Roster, roster_of_all, roster_of_one
 from distprune.hints import near_names
 from distprune.kernels.available import has_kernels
+from distprune.masks.in_place import zero_all_where_pruned
 from distprune.models.find_shards import Found, NamePattern, find_shards
 from distprune.models.matrices import matrix_of_weight
 from distprune.patterns.base import Choice, Pattern, Ranked
@@ -295,8 +296,8 @@ def choose_masks(
     and how many of these were before.
 
     ``then`` is local. It is given the masks, and what it raises on one rank is raised on all. ``in_place``: zeros are
-    written into the weights, and there are no masks, if the choice can. Every rank must call it: one round of 16 bytes
-    a parameter.
+    written into the weights; if the choice can do that by itself, there are no masks. Every rank must call it: one
+    round of 16 bytes a parameter.
 
     Raises:
         ValueError: on every rank: scores are NaN, or weights that they do not read, unless shares are of what is left.
@@ -309,7 +310,8 @@ def choose_masks(
         writes.zero()
 
     def fill(words: torch.Tensor) -> None:
-        scores, num_unread = ranked.scores, list[int]()
+        scores = ranked.scores
+        num_unread = [0] * len(scores)
         if writes is not None:
             counts = writes.counts()
         else:
@@ -320,12 +322,15 @@ def choose_masks(
                 num_unread = count_unread_nans(scores)
         totals = words[1:].view(-1, 2).numpy()
         numbers = torch.stack(fetched(counts)).tolist() if counts else []
-        for each, (*nums, num), more in zip(scores, numbers, num_unread or [0] * len(scores), strict=True):
+        for each, (num_pruned, num_gone, num), unread in zip(scores, numbers, num_unread, strict=True):
             if each.shard.owned:
-                totals[ranked.index[each.shard.name]], num_nans[each.shard.name] = nums, num + more
+                totals[ranked.index[each.shard.name]] = num_pruned, num_gone
+                num_nans[each.shard.name] = num + unread
         words[0] = sum(num_nans.values())
 
     words = sum_together(ranked.comm, (1 + 2 * len(ranked.numels),), fill)
     if words[0]:
         raise_nans(ranked.comm, num_nans)
+    if in_place and masks:  # from here on no rank can fail
+        zero_all_where_pruned([(each.shard.local, mask) for each, mask in zip(ranked.scores, masks, strict=True)])
     return masks, words[1:].view(-1, 2).tolist()

@@ -16,7 +16,6 @@ from torch import nn
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Group, communicator
 from distprune.hints import with_hints
-from distprune.masks.in_place import zero_all_where_pruned
 from distprune.models.find_shards import Found, NamePattern, find_shards
 from distprune.patterns.as_pattern import as_pattern
 from distprune.patterns.base import Pattern, Ranked, Scope
@@ -185,10 +184,11 @@ def compute_masks(
 
     Arguments, who must call it, rounds and errors: as :func:`prune_model`.
     """
-    choosing = Choosing(
-        communicator(group), Request(model, sparsity, score, pattern, scope, seed, evidence, include, exclude)
-    )
-    return choosing.masks(choose_masks(choosing.ranked, choosing.choice)[0])
+    request = Request(model, sparsity, score, pattern, scope, seed, evidence, include, exclude)
+    choosing = Choosing(communicator(group), request)
+    masks, _ = choose_masks(choosing.ranked, choosing.choice)
+    shards = [scores.shard for scores in choosing.ranked.scores]
+    return Masks(choosing.ranked.comm, choosing.ranked.roster, shards, masks)
 
 
 @dataclass(frozen=True)
@@ -226,10 +226,7 @@ class Request:
 def prune_requested(group: Group, request: Request) -> PruneReport:
     """Find, agree, choose, and apply. Every rank must call it."""
     choosing = Choosing(communicator(group), request)
-    masks, counts = choose_masks(choosing.ranked, choosing.choice, in_place=True)
-    if masks:  # from here on no rank can fail: in place
-        locals_ = [scores.shard.local for scores in choosing.ranked.scores]
-        zero_all_where_pruned([*zip(locals_, masks, strict=True)])
+    _, counts = choose_masks(choosing.ranked, choosing.choice, in_place=True)
     return choosing.report(counts)
 
 
@@ -268,11 +265,6 @@ class Choosing:
         self.pattern, self._agreed = pattern, agreed
         self.ranked = Ranked(comm, agreed.roster, agreed.score, make_scores, checks=shard_of is None)
         self.choice = self.ranked.choose(pattern)
-
-    def masks(self, masks: Sequence[torch.Tensor]) -> Masks:
-        """Return the ``masks`` of this rank's shards as a value. Local."""
-        shards = [scores.shard for scores in self.ranked.scores]
-        return Masks(self.ranked.comm, self.ranked.roster, shards, masks)
 
     def report(self, counts: Sequence[Sequence[int]], *, reads: bool = True) -> PruneReport:
         """Return what was done; ``counts``: of every member, over all ranks, zeros and zeros before. Local.

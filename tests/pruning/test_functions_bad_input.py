@@ -112,17 +112,6 @@ def prune_first(again: bool, _: int, net: Any) -> None:
         l1(net, 20)
 
 
-@pytest.mark.parametrize("prune", [ours, theirs], ids=["distprune", "torch"])
-def test_containers_take_methods_of_their_own_tensor(prune: Any) -> None:
-    one, other = prune.L1Unstructured(1), prune.L1Unstructured(1)
-    one._tensor_name, other._tensor_name = "weight", "bias"
-    container = prune.PruningContainer(one)
-    for wrong, kind, text in ((other, ValueError, "'weight'.*'bias'"), ("one", TypeError, "str")):
-        with pytest.raises(kind, match=text):
-            container.add_pruning_method(wrong)
-    assert list(container) == [one]
-
-
 DISAGREEMENTS: list[tuple[Act, str]] = [
     (lambda rank, net: l1(net, (0.5, 0.25)[rank]), "method: .*0.5.* on rank 0; .*0.25.* on rank 1"),
     (lambda rank, net: both(net, (ours.L1Unstructured, ours.RandomUnstructured)[rank]), "L1.* 0; .*Random.* rank 1"),
