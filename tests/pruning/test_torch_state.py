@@ -277,29 +277,6 @@ def test_the_product_is_never_stale() -> None:
     assert "weight" not in vars(module)
 
 
-def test_gradients_through_the_product_outside_of_forward() -> None:
-    grads = []
-    for p in BOTH:
-        module = made("linear")
-        p.l1_unstructured(module, "weight", 0.5)
-        loss: Any = nn.functional.linear(torch.ones(2, 7), module.weight, module.bias).square().sum()
-        loss.backward()
-        grads.append(module.weight_orig.grad)
-    assert_bits(*grads)
-
-
-def test_is_pruned() -> None:
-    model = nested()
-    assert not ours.is_pruned(model)
-    for p in BOTH:
-        p.identity(model.inner[1], "weight")
-        assert ours.is_pruned(model)
-        assert theirs.is_pruned(model)
-        assert not ours.is_pruned(model.a)
-        ours.remove(model.inner[1], "weight")
-        assert not theirs.is_pruned(model)
-
-
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.sampled(1)
 def test_compiled_equals_eager(backend: str) -> None:
