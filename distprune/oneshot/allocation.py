@@ -37,6 +37,7 @@ from distprune.patterns.unstructured import Unstructured
 from distprune.patterns.within_rows import PerRow
 from distprune.pruning.agreement import agreeing
 from distprune.scores.base import Elements, LocalScores, Score
+from distprune.shards.device import fetched
 from distprune.shards.geometry import Geometry
 from distprune.shards.local_shard import LocalShard
 from distprune.shards.matrix import LocalMatrix, Matrix
@@ -229,13 +230,12 @@ _COST = _Cost()
 
 def _num_lowest(comm: Communicator, layers: Mapping[str, _Layer], names: Sequence[str], num: int) -> dict[str, int]:
     """Return how many weights of each of ``names`` are among the ``num`` lowest of all. Every rank must call it."""
-    some = [layers[name] for name in names]
-    roster = roster_of_one(comm, [of.member() for of in some])
-    ranked = Ranked(comm, roster, _COST, lambda: [of.scores() for of in some], checks=False)
+    roster = roster_of_one(comm, [layers[name].member() for name in names])
+    ranked = Ranked(comm, roster, _COST, lambda: [layers[name].scores() for name in names], checks=False)
     choice = ranked.choose(Unstructured(num))
 
     def count(words: torch.Tensor) -> None:
-        for i, (scores, chosen) in enumerate(zip(ranked.scores, choice.masks(ranked.scores), strict=True)):
-            words[i] = chosen.num_pruned if scores.shard.owned else 0
+        for i, counts in enumerate(fetched(choice.write_masks(ranked.scores)[1])):
+            words[i] = counts[0] if ranked.scores[i].shard.owned else 0
 
-    return dict(zip(names, sum_together(comm, (len(some),), count).tolist(), strict=True))
+    return dict(zip(names, sum_together(comm, (len(names),), count).tolist(), strict=True))

@@ -5,25 +5,30 @@ They are on a grid common to all units that compete. A *table* has a row of int6
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from typing_extensions import override
 
 from distprune.collectives.agree import max_together
-from distprune.patterns.base import Choice, Ranked
-from distprune.scores.base import Elements, LocalScores, Score
+from distprune.patterns.base import Ranked
+from distprune.patterns.census import Competing
+from distprune.scores.base import LocalScores, Score
 from distprune.scores.exact_sum import grid_scale, summable
+from distprune.selection.host import Source
 from distprune.selection.order import Order
-from distprune.selection.radix import raise_nans
-from distprune.shards.device import chunk_size, count_true, fetched
-from distprune.shards.geometry import Geometry
-from distprune.shards.local_shard import LocalShard, Ownership
+from distprune.selection.radix import Selection, raise_nans
+from distprune.shards.device import chunk_size, count_true, fetched, on_host
+from distprune.shards.geometry import Geometry, runs_of
+
+BoolArray = npt.NDArray[np.bool_]
+IntArray = npt.NDArray[np.int64]
 
 VALUES = Order("value", torch.float64)  # of extremes
 SUMS = Order("value", torch.int64)  # of keys of units
@@ -42,82 +47,67 @@ class Grid:
     is_odd: bool
 
 
-@dataclass(frozen=True)
-class ShardAddends:
-    """What the elements of one shard add to their units. No communication."""
-
-    scores: LocalScores
-
-    def gone(self, at: slice) -> torch.Tensor | None:
-        return self.scores.is_gone(at)
-
-    def values(self, at: slice, gone: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the scores that elements add, as floats that torch computes with. ``gone``: which are, if known."""
-        values, score = self.scores.values(at), self.scores.score
-        if not values.is_floating_point() or values.element_size() == 1:
-            values = values.to(torch.float64)
-        if self._fills_gone:
-            gone = self.gone(at) if gone is None else gone
-            values = values if gone is None else values.masked_fill(gone, score.of_zero)
+def addends(scores: LocalScores, at: slice, gone: torch.Tensor | None = None) -> torch.Tensor:
+    """Return what elements add to their units, as floats that torch computes with. ``gone``: which are, if known."""
+    values, score = scores.values(at), scores.score
+    if not values.is_floating_point() or values.element_size() == 1:
+        values = values.to(torch.float64)
+    are_zeros = score.zero_where_weights_are and score.of_zero == 0 and scores.gone is scores.shard.local
+    if are_zeros or scores.counts_gone or scores.regrows:
         return values
-
-    @cached_property
-    def _fills_gone(self) -> bool:
-        """Whether the scores of what is gone are not what it adds to its units."""
-        scores, score = self.scores, self.scores.score
-        if scores.counts_gone or scores.regrows:
-            return False
-        return not (score.zero_where_weights_are and score.of_zero == 0 and scores.gone is scores.shard.local)
-
-    def add(self, table: torch.Tensor, at: slice, add_up: AddUp, grid: Grid | None, member: int) -> None:
-        """Add what the elements ``at`` have to the rows of ``table``. Without a ``grid`` what is gone alone.
-
-        Of extremes, SUM is the key of the largest value, or of the largest of the negative values.
-        """
-        score, gone = self.scores.score, self.gone(at)
-        if gone is not None:
-            table[NUM_GONE] += add_up(gone, 0)
-        if grid is None:
-            return
-        values, signed = self.values(at, gone), score.ordered_by != "magnitude"
-        values = values if signed else values.abs()
-        if score.combined_by != "sum":
-            keys = VALUES.keys(values.to(torch.float64) * (1.0 if score.combined_by == "max" else -1.0))
-            torch.maximum(table[SUM], add_up(keys, None), out=table[SUM])
-            return
-        if grid.is_odd:
-            infinite = values.isinf()
-            table[NUM_INFINITE] += add_up(infinite * values.sign().to(torch.int64), 0)
-            values = values.masked_fill(infinite, 0.0)
-        table[SUM] += add_up(*summable(values, grid.scales[member], grid.sizes[member], signed=signed))
-
-    def largest(self) -> torch.Tensor:
-        """Return the largest size of what an element adds, float64: NaN if one is."""
-        none = torch.zeros(1, dtype=torch.float64, device=self.scores.device)
-        ends = [torch.stack(torch.aminmax(self.values(at))).to(torch.float64).abs() for at in self._chunks()]
-        return torch.cat([none, *ends]).amax()
-
-    def largest_finite(self) -> torch.Tensor:
-        """Return the largest size of what is finite, and how many are NaN: float64."""
-        found = torch.zeros(2, dtype=torch.float64, device=self.scores.device)
-        for at in self._chunks():
-            values = self.values(at)
-            found[0] = torch.maximum(found[0], values.nan_to_num(0.0, 0.0, 0.0).abs_().amax())
-            found[1] += values.isnan().sum()
-        return found
-
-    def _chunks(self) -> list[slice]:
-        numel, step = self.scores.shard.geometry.local_numel, chunk_size(self.scores.device)
-        return [slice(start, min(start + step, numel)) for start in range(0, numel, step)]
+    gone = scores.is_gone(at) if gone is None else gone
+    return values if gone is None else values.masked_fill(gone, score.of_zero)
 
 
-def agree_on_grid(
-    ranked: Ranked, sizes: Sequence[int], parts: Callable[[], Mapping[int, ShardAddends]], *, together: bool
-) -> Grid:
+def add(scores: LocalScores, table: torch.Tensor, at: slice, add_up: AddUp, grid: Grid | None, member: int) -> None:
+    """Add what the elements ``at`` have to the rows of ``table``. Without a ``grid`` what is gone alone. Local.
+
+    Of extremes, SUM is the key of the largest value, or of the largest of the negative values.
+    """
+    score, gone = scores.score, scores.is_gone(at)
+    if gone is not None:
+        table[NUM_GONE] += add_up(gone, 0)
+    if grid is None:
+        return
+    values, signed = addends(scores, at, gone), score.ordered_by != "magnitude"
+    values = values if signed else values.abs()
+    if score.combined_by != "sum":
+        keys = VALUES.keys(values.to(torch.float64) * (1.0 if score.combined_by == "max" else -1.0))
+        torch.maximum(table[SUM], add_up(keys, None), out=table[SUM])
+        return
+    if grid.is_odd:
+        infinite = values.isinf()
+        table[NUM_INFINITE] += add_up(infinite * values.sign().to(torch.int64), 0)
+        values = values.masked_fill(infinite, 0.0)
+    table[SUM] += add_up(*summable(values, grid.scales[member], grid.sizes[member], signed=signed))
+
+
+def _largest(scores: LocalScores) -> torch.Tensor:
+    """Return the largest size of what an element adds, float64: NaN if one is."""
+    none = torch.zeros(1, dtype=torch.float64, device=scores.device)
+    ends = [torch.stack(torch.aminmax(addends(scores, at))).to(torch.float64).abs() for at in _chunks(scores)]
+    return torch.cat([none, *ends]).amax()
+
+
+def _largest_finite(scores: LocalScores) -> torch.Tensor:
+    """Return the largest size of what is finite, and how many are NaN: float64."""
+    found = torch.zeros(2, dtype=torch.float64, device=scores.device)
+    for at in _chunks(scores):
+        values = addends(scores, at)
+        found[0] = torch.maximum(found[0], values.nan_to_num(0.0, 0.0, 0.0).abs_().amax())
+        found[1] += values.isnan().sum()
+    return found
+
+
+def _chunks(scores: LocalScores) -> list[slice]:
+    numel, step = scores.shard.geometry.local_numel, chunk_size(scores.device)
+    return [slice(start, min(start + step, numel)) for start in range(0, numel, step)]
+
+
+def agree_on_grid(ranked: Ranked, sizes: Sequence[int], *, together: bool) -> Grid:
     """Return the grid of every member, or, ``together``, of one for all. Every rank must call it.
 
-    ``sizes``: the elements of a unit, by member. ``parts``: by member what this rank owns. One round of 8 bytes a
-    parameter and 8 more.
+    ``sizes``: the elements of a unit, by member. One round of 8 bytes a parameter and 8 more.
 
     Raises:
         ValueError: on every rank: scores are NaN.
@@ -125,16 +115,17 @@ def agree_on_grid(
     num_nans: dict[str, int] = {}
 
     def fill(words: torch.Tensor) -> None:
-        owned = parts()
-        sizes = dict(zip(owned, map(float, fetched([part.largest() for part in owned.values()])), strict=True))
-        odd = [member for member, size in sizes.items() if not math.isfinite(size)]
-        for member, found in zip(odd, fetched([owned[member].largest_finite() for member in odd]), strict=True):
-            sizes[member], num = found.tolist()
+        largest = dict(zip(ranked.owned, map(float, fetched([*map(_largest, ranked.owned.values())])), strict=True))
+        odd = [member for member, size in largest.items() if not math.isfinite(size)]
+        for member, numbers in zip(
+            odd, fetched([_largest_finite(ranked.owned[member]) for member in odd]), strict=True
+        ):
+            largest[member], num = numbers.tolist()
             words[-1] = 1.0
             if num:
                 num_nans[ranked.roster.members[member].name] = int(num)
                 words[-1] = math.inf
-        for member, size in sizes.items():
+        for member, size in largest.items():
             words[member] = size
 
     *largest, odd = max_together(ranked.comm, (len(sizes) + 1,), fill, torch.float64).tolist()
@@ -152,70 +143,94 @@ def wrapped(number: int) -> int:
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-class _UnitScore(Score):
-    """In the place of weights are the keys of units."""
+@dataclass(frozen=True)
+class UnitKeys:
+    """The keys of units that compete, int64, on the host."""
 
-    @override
-    def values(self, elements: Elements) -> torch.Tensor:
-        return elements.weight
+    tensor: torch.Tensor
 
-    @override
-    def dtype(self, weight: torch.dtype) -> torch.dtype:
-        return torch.int64
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
 
-
-def competing(
-    ranked: Ranked, member: int, keys: torch.Tensor, left: torch.Tensor, geometry: Geometry, *, owned: bool = True
-) -> LocalScores:
-    """Return units as elements of a coarser parameter, of which ``geometry`` says which they are. Local.
-
-    ``keys``, ``left``: see :func:`keys_and_left`.
-    """
-    name = ranked.roster.members[member].name
-    if ranked.score.scores_units:
-        keys = ranked.score.of_units(name, geometry.flat_indices(0, geometry.local_numel)).to(torch.int64)
-    shard = LocalShard(name, keys.view(geometry.local_shape), geometry, Ownership(owned))
-    return LocalScores(shard, _UnitScore(), gone=left.view(geometry.local_shape), regrows=ranked.regrows)
+    def keys(self, order: Order, memory: Any = None) -> Iterator[Any]:  # noqa: ARG002
+        for keys in torch.split(self.tensor, chunk_size(self.device)):
+            yield keys.numpy() if on_host(self.device) else keys
 
 
-def as_elements(ranked: Ranked, nums: Sequence[int], make_scores: Callable[[], Sequence[LocalScores]]) -> Ranked:
-    """Return units as what a pattern of elements chooses from. ``nums``: of units, by member."""
-    members = [
-        dataclasses.replace(member, global_shape=(num,), dtype="torch.int64")
-        for member, num in zip(ranked.roster.members, nums, strict=True)
-    ]
-    roster = dataclasses.replace(ranked.roster, members=tuple(members))
-    how: dict[str, Any] = {"score": _UnitScore(), "make_scores": make_scores, "checks": False, "regrows": False}
-    return dataclasses.replace(ranked, roster=roster, **how)
+@dataclass(frozen=True, eq=False)
+class Competitors:
+    """Some units on the host: their numbers, ascending and counted over all members, their keys, and which are gone."""
+
+    competing: Competing
+    numbers: IntArray
+    keys: torch.Tensor
+    are_gone: torch.Tensor
+
+    @staticmethod
+    def of(competing: Competing, sizes: Sequence[int], numbers: IntArray, table: torch.Tensor) -> Competitors:
+        """Return the units of ``table``. ``sizes``: by member, how many elements a unit has.
+
+        Keys are sums, negated if the score is ``descending``, or extremes. With more +inf than -inf a sum is +inf, and
+        the reverse; with as many of both, it is that of the finite elements.
+        """
+        ranked, keys, bounds = competing.ranked, table[SUM].clone(), np.searchsorted(numbers, competing.firsts)
+        if ranked.score.scores_units:
+            for i, (low, high) in enumerate(itertools.pairwise(bounds.tolist())):
+                if low < high:
+                    within = torch.from_numpy(numbers[low:high] - competing.firsts[i])
+                    keys[low:high] = ranked.score.of_units(ranked.roster.members[i].name, within)
+        elif ranked.score.combined_by == "sum":
+            keys.masked_fill_(table[NUM_INFINITE] > 0, SUMS.last).masked_fill_(table[NUM_INFINITE] < 0, SUMS.first)
+        if ranked.score.descending or ranked.score.combined_by == "min":
+            keys.neg_()
+        are_gone = table[NUM_GONE] == torch.from_numpy(np.repeat(sizes, np.diff(bounds)))
+        return Competitors(
+            competing, numbers, keys if ranked.regrows else keys.masked_fill_(are_gone, SUMS.gone), are_gone
+        )
+
+    def those(self, which: BoolArray) -> Competitors:
+        """Return some of them."""
+        if which.all():
+            return self
+        at = torch.from_numpy(which)
+        return Competitors(self.competing, self.numbers[which], self.keys[at], self.are_gone[at])
+
+    def num_gone(self) -> torch.Tensor:
+        """Return how many are gone, by member."""
+        nums = np.diff(np.searchsorted(self.numbers, self.competing.firsts)).tolist()
+        return torch.stack([part.sum() for part in torch.split(self.are_gone, nums)])
+
+    @cached_property
+    def sources(self) -> list[Source]:
+        """What they enter into each competition."""
+        edges = [0, self.competing.firsts[-1]] if self.competing.scope == "global" else self.competing.firsts
+        bounds, sources = np.searchsorted(self.numbers, edges).tolist(), []
+        for i, (low, high) in enumerate(itertools.pairwise(bounds)):
+            geometry = Geometry((edges[i + 1] - edges[i],), (runs_of(self.numbers[low:high] - edges[i]),))
+            sources.append(Source("units", UnitKeys(self.keys[low:high]), geometry, True, i, 0))
+        return sources
+
+    def stays(self, selection: Selection) -> BoolArray:
+        """Return which of them stay."""
+        stays = torch.empty(len(self.numbers), dtype=torch.bool, device="cpu")
+        nums = [source.geometry.local_numel for source in self.sources]
+        for source, part in zip(self.sources, torch.split(stays, nums), strict=True):
+            selection.decide(source, part)
+        return stays.numpy()
 
 
-def empty_table(score: Score, shape: Sequence[int], device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return the table of units of ``shape`` without elements."""
-    table = torch.zeros((NUM_ROWS, *shape), dtype=torch.int64, device=device)
-    if score.combined_by != "sum":
-        table[SUM] = VALUES.first
-    return table
+def empty_table(num: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return the table of units to whose sums nothing was added yet."""
+    return torch.zeros((NUM_ROWS, num), dtype=torch.int64, device=device)
 
 
-def keys_and_left(table: torch.Tensor, score: Score, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys by which units of ``size`` elements compete, int64, and which are not gone, given their table.
-
-    Keys are sums, negated if the score is ``descending``, or extremes. With more +inf than -inf a sum is +inf, and the
-    reverse; with as many of both, it is that of the finite elements. The table is consumed.
-    """
-    keys = table[SUM]
-    if score.combined_by == "sum":
-        keys.masked_fill_(table[NUM_INFINITE] > 0, SUMS.last).masked_fill_(table[NUM_INFINITE] < 0, SUMS.first)
-    keys = keys.neg_() if score.descending or score.combined_by == "min" else keys
-    return keys, table[NUM_GONE] != size
-
-
-def thresholds_of(choice: Choice, score: Score, grid: Grid | None) -> list[float | int | None]:
-    """Return the score for which each threshold among units stands. A random key stands for itself."""
+def thresholds_of(keys: list[float | int | None], score: Score, grid: Grid | None) -> list[float | int | None]:
+    """Return by member the score for which each of ``keys`` of units stands. A random key stands for itself."""
     if grid is None:
-        return choice.thresholds
+        return keys
     found: list[float | int | None] = []
-    for key, scale in zip(choice.thresholds, grid.scales, strict=True):
+    for key, scale in zip(keys, grid.scales, strict=True):
         if key is None:
             found.append(None)
         elif score.combined_by != "sum":

@@ -27,7 +27,7 @@ from distprune.collectives.roster import Roster
 from distprune.kernels.available import has_kernels
 from distprune.scores.base import LocalScores, Score
 from distprune.selection.order import Order, common_order
-from distprune.shards.device import fetched, on_host, own_settings
+from distprune.shards.device import on_host, own_settings
 from distprune.shards.local_shard import no_values
 from distprune.shards.matrix import Matrix
 
@@ -82,6 +82,7 @@ class Ranked:
         """The number of elements of every member, over all ranks."""
         return [math.prod(member.global_shape) for member in self.roster.members]
 
+    @own_settings()
     def choose(self, pattern: Pattern) -> Choice:
         """Return what ``pattern`` chooses. Every rank must call it; what raises on one rank is raised on all.
 
@@ -89,9 +90,11 @@ class Ranked:
         and after the last. What it and the scores compute stands in ``own_settings``.
         """
         if type(pattern).__module__.startswith("distprune."):
-            return _chosen(self, pattern)
-        with guarding(self.comm) as comm:
-            return _chosen(dataclasses.replace(self, comm=comm, make_scores=lambda: self.scores), pattern)
+            choice = pattern.choose(self)
+        else:
+            with guarding(self.comm) as comm:
+                choice = pattern.choose(dataclasses.replace(self, comm=comm, make_scores=lambda: self.scores))
+        return dataclasses.replace(choice, decide=own_settings()(choice.decide))
 
     def order(self, members: Sequence[int]) -> Order:
         """Return the order in which elements of ``members`` compete.
@@ -99,27 +102,16 @@ class Ranked:
         Raises:
             TypeError: their scores have no common order.
         """
-        names = {self.roster.members[i].dtype for i in members}
-        dtypes = [getattr(torch, name.removeprefix("torch.")) for name in names]
-        kinds = [(self.score.ordered_by, self.score.dtype(dtype)) for dtype in dtypes]
-        for i in members:
-            dtype = getattr(torch, self.roster.members[i].dtype.removeprefix("torch."))
+        kinds = set()
+        for member in (self.roster.members[i] for i in members):
+            dtype = getattr(torch, member.dtype.removeprefix("torch."))
             if self.score.ordered_by == "magnitude" and not (dtype.is_floating_point or dtype.is_complex):
                 raise TypeError(
-                    f"{self.roster.members[i].name!r} holds {self.roster.members[i].dtype} values, which have no "
-                    "magnitude to prune by: prune a model before it is quantized, or leave it out with exclude"
+                    f"{member.name!r} holds {member.dtype} values, which have no magnitude to prune by: prune a model "
+                    "before it is quantized, or leave it out with exclude"
                 )
+            kinds.add((self.score.ordered_by, self.score.dtype(dtype)))
         return common_order(kinds, zeros_gone=self.score.zero_where_weights_are and not self.of_left)
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """What was chosen from one shard: its ``mask`` (bool, local shape, True = keep), and counts of what is False."""
-
-    mask: torch.Tensor
-    num_pruned: int
-    num_gone: int  # of these, before
-    num_nans: int
 
 
 class InPlace(Protocol):
@@ -160,24 +152,12 @@ class Choice:
             counts = [*map(self.decide, scores, outs)] if self.decide_all is None else self.decide_all(scores, outs)
         return masks, counts
 
-    def masks(self, scores: Sequence[LocalScores]) -> list[Chosen]:
-        """Return what is chosen from each of ``scores``. Local, as ``decide``; one wait for a device."""
-        masks, counts = self.write_masks(scores)
-        numbers = torch.stack(fetched(counts)).tolist() if counts else []
-        return [Chosen(mask, *of) for mask, of in zip(masks, numbers, strict=True)]
-
 
 def empty_mask(shape: Sequence[int], device: torch.device) -> torch.Tensor:
     """Return an uninitialised mask. Local."""
     if on_host(device):  # numpy asks for huge pages: the first write to small ones takes as long as the choice
         return torch.from_numpy(np.empty(tuple(shape), dtype=np.bool_))
     return torch.empty(tuple(shape), dtype=torch.bool, device=device)
-
-
-@own_settings()
-def _chosen(ranked: Ranked, pattern: Pattern) -> Choice:
-    choice = pattern.choose(ranked)
-    return dataclasses.replace(choice, decide=own_settings()(choice.decide))
 
 
 class Pattern(ABC):

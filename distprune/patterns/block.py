@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import final
+from functools import cache, cached_property
+from typing import Any, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from typing_extensions import override
 
 from distprune.collectives.agree import sum_together
-from distprune.patterns.addends import agree_on_grid, counts_of, thresholds_of
+from distprune.patterns.addends import (
+    SUMS,
+    Competitors,
+    Grid,
+    add,
+    agree_on_grid,
+    counts_of,
+    empty_table,
+    thresholds_of,
+)
 from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares, check_share
-from distprune.patterns.census import take_census
-from distprune.patterns.own_blocks import OwnBlocks
+from distprune.patterns.census import Competing, take_census
+from distprune.patterns.cut_bands import Answer, CutBands, CutPart
+from distprune.patterns.local_blocks import LocalBlocks
 from distprune.patterns.unstructured import choose_elements
 from distprune.scores.base import LocalScores
+from distprune.selection.radix import Selection, select_lowest
+from distprune.shards.device import fetched, sent
 from distprune.shards.matrix import Matrix
+
+BoolArray = npt.NDArray[np.bool_]
+IntArray = npt.NDArray[np.int64]
 
 
 @final
@@ -84,46 +101,161 @@ class Block(Pattern):
         bytes for each cut block, 16 for each run of their numbers, and one bit a block back. Blocks of one weight
         compete as weights do: then there is no grid.
 
-        Sums are kept: 9 bytes a block.
+        Sums are kept: 25 bytes a block, and up to 50 more before there are masks.
         """
         score, members = ranked.score, ranked.roster.members
         if score.combined_by != "sum":
             raise NotImplementedError(f"blocks are ranked by sums; {score!r} takes a {score.combined_by}imum")
         ranked.order(range(len(members)))  # raises alike on all ranks
         is_of_one = self.size == 1 and not score.descending
-        blocks = OwnBlocks(ranked, self.size)
+        blocks = _LocalSums(ranked, self.size, self.scope)
         # Weights that are kept transposed are numbered otherwise than their blocks.
         gone_before, num_cut = take_census(
             ranked,
             counts_gone=ranked.of_left,
-            num_cut=lambda each: each.shard.as_matrix().transposed if is_of_one else len(blocks.of(each).cut),
+            num_cut=lambda each: each.shard.as_matrix().transposed if is_of_one else blocks.of(each).are_cut.sum(),
         )
         if is_of_one and not any(num_cut):
             return choose_elements(ranked, self.sparsity, self.scope, gone_before, " (blocks)")
         if not score.scores_units:
             sizes = [self.size**2] * len(members)
-            blocks.grid = agree_on_grid(ranked, sizes, lambda: blocks.addends, together=self.scope == "global")
+            blocks.grid = agree_on_grid(ranked, sizes, together=self.scope == "global")
         if any(num_cut):
             blocks.cut.bring(range(len(members)), blocks.cut_part)
         num_gone = [0] * len(members)
         if ranked.of_left and any(gone_before):
-            num_gone = sum_together(ranked.comm, (len(members),), blocks.count_gone).tolist()
-        choice = choose_elements(blocks.as_elements(), self.sparsity, self.scope, num_gone, " (blocks)")
-        answers = blocks.cut.back(lambda: blocks.decide_cut(choice)) if any(num_cut) else {}
-        stays_on = cache(lambda device: blocks.stays(choice, answers, device))
+
+            def count_gone(words: torch.Tensor) -> None:
+                words += sum(units.num_gone() for units in blocks.competitors)
+
+            num_gone = sum_together(ranked.comm, (len(members),), count_gone).tolist()
+        competing, firsts = blocks.competing, blocks.competing.firsts
+        competitions = competing.competitions(self.sparsity, num_gone, lambda _: SUMS, " (blocks)")
+        selection = select_lowest(
+            ranked.comm, competitions, lambda: [source for units in blocks.competitors for source in units.sources]
+        )
+        answers = blocks.cut.back(lambda: blocks.decide_cut(selection)) if any(num_cut) else {}
+        stays_on = cache(lambda device: sent(blocks.stays(selection, answers), device))
 
         def decide(scores: LocalScores, out: torch.Tensor) -> torch.Tensor:
-            member, part = ranked.index[scores.shard.name], blocks.of(scores)
-            own, stays = blocks.of(blocks.scores[member]), stays_on(out.device)[member]
-            if part is not own:  # a piece of a shard, on the host
-                lines = np.searchsorted(own.lines.numbers, part.lines.numbers)
-                stays = stays[lines[:, None], np.searchsorted(own.columns.numbers, part.columns.numbers)]
+            here = blocks.of(scores)  # of a shard, or of a piece of one
+            numbers = here.numbers + firsts[ranked.index[scores.shard.name]]
+            first, end = np.searchsorted(blocks.here.numbers, [*numbers[:1], *numbers[-1:] + 1]).tolist() or (0, 0)
+            stays = stays_on(out.device)[first:end]
+            if end - first > len(numbers):
+                stays = stays[np.searchsorted(blocks.here.numbers[first:end], numbers)]
 
             def written() -> Iterator[slice]:
-                for at, bands in part.chunks(out.device):
-                    part.spread(bands, stays, out[at])
-                    yield at
+                for rectangle in here.rectangles(out.device):
+                    rectangle.spread(stays, out[rectangle.at])
+                    yield rectangle.at
 
             return counts_of(scores, out, written())
 
-        return Choice(thresholds_of(choice, score, blocks.grid), decide)
+        return Choice(thresholds_of(competing.by_member(selection.thresholds), score, blocks.grid), decide)
+
+
+class _LocalSums:
+    """The blocks of which this rank holds a part, and their sums. To be used within rounds.
+
+    A block that shard edges cut is put together at its home, which enters it into the competition.
+    """
+
+    def __init__(self, ranked: Ranked, size: int, scope: Scope) -> None:
+        self._ranked, self._size, self._made = ranked, size, cache(LocalBlocks)
+        self.competing = Competing(ranked, scope, [numel // size**2 for numel in ranked.numels])
+        self.cut = CutBands(ranked.comm, ranked.roster)
+        self.grid: Grid | None = None
+        self._cut_tables: dict[int, torch.Tensor] = {}
+
+    def of(self, scores: LocalScores) -> LocalBlocks:
+        """Return the blocks of one of this rank's shards, or of a piece of one."""
+        return self._made(scores.shard.geometry, scores.shard.as_matrix(), self._size)
+
+    @cached_property
+    def _scores(self) -> dict[int, LocalScores]:
+        """The scores of this rank's shards, by member, ascending."""
+        index = self._ranked.index
+        return dict(sorted((index[scores.shard.name], scores) for scores in self._ranked.scores))
+
+    def _units(self, numbers: IntArray, table: torch.Tensor) -> Competitors:
+        return Competitors.of(self.competing, [self._size**2] * len(self._ranked.numels), numbers, table)
+
+    @cached_property
+    def here(self) -> Competitors:
+        """The blocks of which this rank holds a part, by what it adds to them."""
+        numbers, tables = [], []
+        for member, scores in self._scores.items():
+            blocks = self.of(scores)
+            table = empty_table(len(blocks.numbers), scores.device)
+            for rectangle in blocks.rectangles(scores.device):
+                added = empty_table(rectangle.places.size, scores.device)
+                add(scores, added, rectangle.at, rectangle.added_up, self.grid, member)
+                table[:, rectangle.where(scores.device)] += added
+            numbers.append(blocks.numbers + self.competing.firsts[member])
+            tables.append(table)
+        tables = fetched(tables)
+        for (member, scores), table in zip(self._scores.items(), tables, strict=True):
+            self._cut_tables[member] = table[:, torch.from_numpy(self.of(scores).are_cut)]
+        return self._units(_joined(numbers), torch.cat([empty_table(0), *tables], 1))
+
+    @cached_property
+    def _are_cut(self) -> BoolArray:
+        are_cut: BoolArray = _joined([self.of(scores).are_cut for scores in self._scores.values()]).astype(np.bool_)
+        return are_cut
+
+    @cached_property
+    def _told(self) -> tuple[Competitors, list[tuple[int, IntArray]]]:
+        """The cut blocks whose home is here; and, of what each rank told, the member and where they are among these."""
+        told = [(member, *of_rank) for member, of_ranks in self.cut.told().items() for of_rank in of_ranks]
+        each = [numbers + self.competing.firsts[member] for member, numbers, _ in told]
+        numbers, places = np.unique(_joined(each), return_inverse=True)
+        parts = np.split(places, np.cumsum([len(part) for part in each])[:-1]) if told else []
+        table = empty_table(len(numbers))
+        for place, (*_, values) in zip(parts, told, strict=True):
+            if values is not None:
+                table.index_add_(1, torch.from_numpy(place), torch.from_numpy(values.reshape(len(place), -1).T))
+        return self._units(numbers, table), [*zip((member for member, *_ in told), parts, strict=True)]
+
+    @cached_property
+    def competitors(self) -> list[Competitors]:
+        """The whole blocks that this rank owns, and the cut ones whose home it is."""
+        scores = self._scores.values()
+        owned = [np.full(len(self.of(each).numbers), each.shard.owned) for each in scores]
+        return [self.here.those(_joined(owned).astype(np.bool_) & ~self._are_cut), self._told[0]]
+
+    def cut_part(self, member: int) -> CutPart | None:
+        """Return what this rank holds of the cut blocks of ``member``."""
+        if member not in self._scores or not (blocks := self.of(self._scores[member])).are_cut.any():
+            return None
+        self.here  # noqa: B018  # which sums them
+        numbers, values = blocks.numbers[blocks.are_cut], self._cut_tables[member].T
+
+        def items(low: int, high: int) -> tuple[IntArray, torch.Tensor | None]:
+            some = slice(*np.searchsorted(numbers, [low, high]).tolist())
+            return numbers[some], values[some] if self._scores[member].shard.owned else None
+
+        return CutPart(self.competing.num_of[member], (int(numbers[0]), int(numbers[-1])), items)
+
+    def decide_cut(self, selection: Selection) -> dict[int, list[BoolArray]]:
+        """Return what stays of the cut blocks that ranks told this one of."""
+        sums, parts = self._told
+        stays, found = sums.stays(selection), defaultdict[int, list[BoolArray]](list)
+        for member, places in parts:
+            found[member].append(stays[places])
+        return found
+
+    def stays(self, selection: Selection, answers: Mapping[int, Sequence[Answer]]) -> torch.Tensor:
+        """Return which of the blocks stay of which this rank holds a part, bool."""
+        stays, of_cut = self.here.stays(selection), np.flatnonzero(self._are_cut)
+        for member, of_member in answers.items():
+            first = self.competing.firsts[member]
+            for low, high, bits in of_member:
+                bounds = np.searchsorted(self.here.numbers[of_cut], [first + low, first + high])
+                at = of_cut[slice(*bounds.tolist())]
+                stays[at] = np.unpackbits(bits, count=len(at)).view(np.bool_)
+        return torch.from_numpy(stays)
+
+
+def _joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return np.concatenate([np.empty(0, dtype=np.int64), *arrays])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 
 import torch
 
@@ -16,15 +16,12 @@ from distprune.collectives.base import Communicator
 from distprune.collectives.roster import Roster
 from distprune.patterns.base import Ranked, Scope, Shares, own_share
 from distprune.scores.base import LocalScores
-from distprune.selection.host import Keyed, Source
 from distprune.selection.order import Order
 from distprune.selection.radix import Competition
 from distprune.shards.checksum import checksum
 from distprune.shards.device import fetched
 from distprune.shards.geometry import Geometry
 from distprune.shards.local_shard import LocalShard, count_zeros, no_values
-
-_Part = tuple[LocalShard, Sequence[torch.Tensor]]  # and what of it is read
 
 
 def take_census(
@@ -49,56 +46,59 @@ def take_census(
             for scores in ranked.scores:
                 words[ranked.index[scores.shard.name], -1] = num_cut(scores)
 
-    def parts() -> list[_Part]:
-        return [(scores.shard, scores.reads) for scores in ranked.scores]
-
     none, num_counts = [0] * len(ranked.numels), counts_gone + (num_cut is not None)
     if not num_counts and {1}.issuperset(ranked.roster.num_copies):
         return none, none
-    counts = _checked(ranked.comm, ranked.roster, parts, num_counts, count).T.tolist()
+    counts = check_parts(
+        ranked.comm,
+        ranked.roster,
+        lambda: [scores.shard for scores in ranked.scores],
+        lambda: [scores.reads for scores in ranked.scores],
+        num_counts,
+        count,
+    ).T.tolist()
     return counts[0] if counts_gone else none, none if num_cut is None else counts[-1]
 
 
-def check_parts(comm: Communicator, roster: Roster, shards: Callable[[], Sequence[LocalShard]]) -> None:
+def check_parts(
+    comm: Communicator,
+    roster: Roster,
+    shards: Callable[[], Sequence[LocalShard]],
+    reads: Callable[[], Sequence[Sequence[torch.Tensor]]] | None = None,
+    num_counts: int = 0,
+    count: Callable[[torch.Tensor], object] = len,
+) -> torch.Tensor:
     """Check that the ranks' ``shards`` fit together. Every rank must call it: one round.
 
     It has 8 bytes for every parameter of which there are copies, and 16 for those whose layout does not say that the
     ranks' parts fit together (FSDP1, rows spread by hand).
 
+    ``reads``: what replicas must have alike; by default the values. Return the sum of what ``count`` writes, (members,
+    ``num_counts``), of the same round.
+
     Raises:
         ValueError: on every rank: replicas differ, an element is owned by no rank or by several, or a rank has no
             values of its part yet.
     """
-    _checked(comm, roster, lambda: [(shard, [shard.local]) for shard in shards()])
-
-
-def _checked(
-    comm: Communicator,
-    roster: Roster,
-    parts: Callable[[], Sequence[_Part]],
-    num_counts: int = 0,
-    count: Callable[[torch.Tensor], None] = lambda _: None,
-) -> torch.Tensor:
-    """Check the ranks' ``parts``; return the sum of ``count``, (members, ``num_counts``), of the same round."""
     members, index = roster.members, roster.index()
-    counted = {
-        member: place for place, member in enumerate(i for i, num in enumerate(roster.num_copies) if num is None)
-    }
-    copied = {member: place for place, member in enumerate(i for i, num in enumerate(roster.num_copies) if num != 1)}
+    counted = {i: place for place, i in enumerate(i for i, num in enumerate(roster.num_copies) if num is None)}
+    copied = {i: place for place, i in enumerate(i for i, num in enumerate(roster.num_copies) if num != 1)}
     sizes = [len(counted), len(copied), len(members) * num_counts]
 
     def fill(words: torch.Tensor) -> None:
         fingerprints, checksums, counts = torch.split(words, sizes)
-        found = [(index[shard.name], shard, reads) for shard, reads in parts()]
-        for member, shard, _ in found:
+        local = shards()
+        for shard in local:
             if shard.local.is_meta:
                 raise no_values(shard.name)
-            if shard.owned and member in counted:
-                fingerprints[counted[member]] = shard.geometry.fingerprint()
-        held = [(member, shard, checksum(reads)) for member, shard, reads in found if shard.num_replicas != 1]
-        for (member, shard, _), of_reads in zip(held, fetched([number for *_, number in held]), strict=True):
+            if shard.owned and index[shard.name] in counted:
+                fingerprints[counted[index[shard.name]]] = shard.geometry.fingerprint()
+        tensors = [[shard.local] for shard in local] if reads is None else reads()
+        copies = [both for both in zip(local, tensors, strict=True) if both[0].num_replicas != 1]
+        numbers = fetched([checksum(of_shard) for _, of_shard in copies])
+        for (shard, _), number in zip(copies, numbers, strict=True):
             # The owner's checksum, once for every copy, less the copies': zero if all are equal. As int64, which wraps.
-            checksums[copied[member]] = of_reads * (shard.num_replicas - 1 if shard.owned else -1)
+            checksums[copied[index[shard.name]]] = number * (shard.num_replicas - 1 if shard.owned else -1)
         count(counts.view(len(members), num_counts))
 
     fingerprints, checksums, counts = torch.split(sum_together(comm, (sum(sizes),), fill), sizes)
@@ -108,7 +108,7 @@ def _checked(
             continue
 
         def num_owned(owned: torch.Tensor, name: str = whole.name) -> None:
-            owned[0] = sum(shard.geometry.local_numel for shard, _ in parts() if shard.owned and shard.name == name)
+            owned[0] = sum(shard.geometry.local_numel for shard in shards() if shard.owned and shard.name == name)
 
         num, numel = int(sum_together(comm, (1,), num_owned)), math.prod(whole.global_shape)
         overlap = ", some of them twice" if num == numel else ""
@@ -138,7 +138,7 @@ def num_lowest(share: Shares, names: Sequence[str], num: int, num_gone: int, wha
     if isinstance(share, Mapping):
         share = own_share(share, names[0])
     before = num_gone if of_left else 0
-    wanted = int(share) if isinstance(share, numbers.Integral) else round(float(share) * (num - before))
+    wanted = int(share) if isinstance(share, Integral) else round(float(share) * (num - before))
     if wanted > num - before:
         name, counted = ("amount", "unpruned elements left") if of_left else ("sparsity", "elements")
         raise ValueError(f"{name}={share} is more than the {num - before} {counted} in {where}")
@@ -157,23 +157,13 @@ class Competing:
     num_of: Sequence[int]
 
     @cached_property
-    def _firsts(self) -> list[int]:
+    def firsts(self) -> list[int]:
+        """How much competes of all members before each one, and in all."""
         return list(itertools.accumulate(self.num_of, initial=0))
-
-    @property
-    def members(self) -> list[list[int]]:
-        """The members in each competition."""
-        if self.scope == "global":
-            return [list(range(len(self.num_of)))] if self.num_of else []
-        return [[i] for i in range(len(self.num_of))]
 
     def place(self, member: int) -> tuple[int, int]:
         """Return the competition of ``member``, and its first position there."""
-        return (0, self._firsts[member]) if self.scope == "global" else (member, 0)
-
-    def source(self, member: int, scores: Keyed, geometry: Geometry, *, owned: bool) -> Source:
-        """Return what ``member`` enters into its competition."""
-        return Source(self.ranked.roster.members[member].name, scores, geometry, owned, *self.place(member))
+        return (0, self.firsts[member]) if self.scope == "global" else (member, 0)
 
     def competitions(
         self, share: Shares, num_gone: Sequence[int], order: Callable[[Sequence[int]], Order], what: str = ""
@@ -182,13 +172,15 @@ class Competing:
 
         ``num_gone``: by member. ``order`` returns the order of some members; ``what`` says in an error what is counted.
         """
-        names = [member.name for member in self.ranked.roster.members]
+        members, all_of_them = self.ranked.roster.members, range(len(self.num_of))
+        groups = [[i] for i in all_of_them] if self.scope == "tensor" else [all_of_them] if members else []
         competitions = []
-        for members in self.members:
-            num, gone = sum(self.num_of[i] for i in members), sum(num_gone[i] for i in members)
-            wanted = num_lowest(share, [names[i] for i in members], num, gone, what, of_left=self.ranked.of_left)
-            name = repr(names[members[0]]) if self.scope == "tensor" else "all parameters together"
-            competitions.append(Competition(name, order(members), num, wanted))
+        for group in groups:
+            num, gone = sum(self.num_of[i] for i in group), sum(num_gone[i] for i in group)
+            names = [members[i].name for i in group]
+            wanted = num_lowest(share, names, num, gone, what, of_left=self.ranked.of_left)
+            name = repr(names[0]) if self.scope == "tensor" else "all parameters together"
+            competitions.append(Competition(name, order(group), num, wanted))
         return competitions
 
     def by_member(self, thresholds: list[float | int | None]) -> list[float | int | None]:

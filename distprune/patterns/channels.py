@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import final
 
+import numpy as np
 import torch
 from typing_extensions import override
 
@@ -21,23 +20,24 @@ from distprune.patterns.addends import (
     NUM_INFINITE,
     NUM_ROWS,
     SUM,
+    SUMS,
+    VALUES,
+    Competitors,
     Grid,
-    ShardAddends,
+    add,
     agree_on_grid,
-    as_elements,
-    competing,
     counts_of,
     empty_table,
-    keys_and_left,
     thresholds_of,
     wrapped,
 )
 from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares, check_share
-from distprune.patterns.census import take_census
-from distprune.patterns.unstructured import choose_elements
-from distprune.scores.base import LocalScores
+from distprune.patterns.boxes import boxes
+from distprune.patterns.census import Competing, take_census
+from distprune.scores.base import LocalScores, Score
+from distprune.selection.radix import select_lowest
 from distprune.shards.device import chunk_size, fetched, sent
-from distprune.shards.geometry import Geometry, Runs
+from distprune.shards.geometry import Runs
 from distprune.shards.local_shard import LocalShard
 from distprune.shards.matrix import Matrix
 
@@ -112,24 +112,21 @@ class Channels(Pattern):
         take_census(ranked)
         nums = [member.global_shape[self.dim] for member in members]
         sizes = [numel // max(num, 1) for numel, num in zip(ranked.numels, nums, strict=True)]
-        firsts = list(itertools.accumulate(nums, initial=0))
-
-        @cache
-        def owned() -> dict[int, ShardAddends]:
-            return {member: ShardAddends(scores) for member, scores in ranked.owned.items()}
+        competing = Competing(ranked, self.scope, nums)
+        firsts = competing.firsts
 
         grid = None
         if not score.scores_units:
-            grid = agree_on_grid(ranked, sizes, owned, together=self.scope == "global")
+            grid = agree_on_grid(ranked, sizes, together=self.scope == "global")
 
         @cache
         def own_table() -> torch.Tensor:
             """What this rank owns of the channels of all members."""
-            table = empty_table(score, (firsts[-1],))
-            parts = fetched([self._table(part, grid, member) for member, part in owned().items()])
-            for (member, part), of_part in zip(owned().items(), parts, strict=True):
+            table = _empty(score, firsts[-1], torch.device("cpu"))
+            parts = fetched([self._table(scores, grid, member) for member, scores in ranked.owned.items()])
+            for (member, scores), of_part in zip(ranked.owned.items(), parts, strict=True):
                 first = 0
-                for start, stop in self._runs(part.scores.shard):
+                for start, stop in self._runs(scores.shard):
                     at = slice(firsts[member] + start, firsts[member] + stop)
                     table[:, at] = of_part[:, first : first + stop - start]
                     first += stop - start
@@ -149,20 +146,15 @@ class Channels(Pattern):
                 shape = num, at[1].stop - first
                 messages.append((at, reduce(ranked.comm, shape, partial(_fill, own_table, at))))
 
-        def channels_of(member: int) -> LocalScores:
-            keys, left = keys_and_left(own_table()[:, firsts[member] : firsts[member + 1]], score, sizes[member])
-            return competing(ranked, member, keys, left, Geometry.whole((nums[member],)))
-
         with together(ranked.comm):
+            table = own_table()
             for at, message in messages:
-                own_table()[at] = message
-            channels = [channels_of(member) for member in range(len(members))]
-            num_gone = [int((~each.gone).sum()) if each.gone is not None else 0 for each in channels]
-            alone = dataclasses.replace(as_elements(ranked, nums, lambda: channels), comm=Alone())
-            choice = choose_elements(
-                alone, self.sparsity, self.scope, num_gone if ranked.of_left else [0] * len(nums), " (channels)"
-            )
-            stays = torch.cat([torch.empty(0, dtype=torch.bool, device="cpu"), *choice.write_masks(channels)[0]])
+                table[at] = message
+            channels = Competitors.of(competing, sizes, np.arange(firsts[-1]), table)
+            num_gone = channels.num_gone().tolist() if ranked.of_left else [0] * len(nums)
+            competitions = competing.competitions(self.sparsity, num_gone, lambda _: SUMS, " (channels)")
+            selection = select_lowest(Alone(), competitions, lambda: channels.sources)
+            stays = torch.from_numpy(channels.stays(selection))
         stays_on = cache(lambda device: sent(stays, device))
 
         def decide(scores: LocalScores, out: torch.Tensor) -> torch.Tensor:
@@ -176,15 +168,13 @@ class Channels(Pattern):
 
             return counts_of(scores, out, written())
 
-        return Choice(thresholds_of(choice, score, grid), decide)
+        return Choice(thresholds_of(competing.by_member(selection.thresholds), score, grid), decide)
 
-    def _table(self, part: ShardAddends, grid: Grid | None, member: int) -> torch.Tensor:
+    def _table(self, scores: LocalScores, grid: Grid | None, member: int) -> torch.Tensor:
         """Return what a shard's elements add to the channels that it holds a part of, on its device."""
-        shard = part.scores.shard
-        num = sum(stop - start for start, stop in self._runs(shard))
-        table = empty_table(part.scores.score, (num,), shard.local.device)
-        for at, channels, shape in self._pieces(shard):
-            part.add(table[:, channels], at, partial(_added_up, shape), grid, member)
+        table = _empty(scores.score, sum(stop - start for start, stop in self._runs(scores.shard)), scores.device)
+        for at, channels, shape in self._pieces(scores.shard):
+            add(scores, table[:, channels], at, partial(_added_up, shape), grid, member)
         return table
 
     def _runs(self, shard: LocalShard) -> Runs:
@@ -197,21 +187,22 @@ class Channels(Pattern):
         """Yield local elements, their channels, by number among :meth:`_runs`, and their shape: (.., channels, ..)."""
         is_flat, geometry = len(shard.geometry.global_shape) < len(shard.shape), shard.geometry
         local_shape, dim = shard.shape if is_flat else geometry.local_shape, self.dim % len(shard.shape)
-        num, after = local_shape[dim], math.prod(local_shape[dim + 1 :])
-        passed, most = 0, chunk_size(shard.local.device)
-        for place, stop in geometry.dim_runs[0] if is_flat else ((0, geometry.local_numel),):
-            while place < stop:
-                channel, within = divmod(place % (num * after), after)
-                left = min(most, stop - place)
-                if not channel and not within and left >= num * after:
-                    shape = left // (num * after), num, after
-                elif not within and left >= after:
-                    shape = 1, min(num - channel, left // after), after
-                else:
-                    shape = 1, 1, min(after - within, left)
-                numel = math.prod(shape)
-                yield slice(passed, passed + numel), slice(channel, channel + shape[1]), shape
-                place, passed = place + numel, passed + numel
+        shape = math.prod(local_shape[:dim]), local_shape[dim], math.prod(local_shape[dim + 1 :])
+        passed = 0
+        for start, stop in geometry.dim_runs[0] if is_flat else ((0, geometry.local_numel),):
+            for box in boxes(start, stop, shape, chunk_size(shard.local.device)):
+                before, num, after = (high - low for low, high in box)
+                at = slice(passed, passed + before * num * after)
+                yield at, slice(*box[1]), (before, num, after)
+                passed = at.stop
+
+
+def _empty(score: Score, num: int, device: torch.device) -> torch.Tensor:
+    """Return the table of ``num`` channels without elements."""
+    table = empty_table(num, device)
+    if score.combined_by != "sum":
+        table[SUM] = VALUES.first
+    return table
 
 
 def _fill(table: Callable[[], torch.Tensor], at: tuple[slice, slice], words: torch.Tensor) -> None:

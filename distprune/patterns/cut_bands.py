@@ -35,8 +35,8 @@ _WORD = 8  # bytes
 class CutPart:
     """What this rank holds of the cut bands of one parameter, of ``num_bands`` in all; ``bands``: the first and last.
 
-    ``items(low, high)`` returns the numbers of those in a range of bands, ascending, from the first of it on, and their
-    values, (items,) or (items, columns) of integers; ``None`` for values that another rank owns.
+    ``items(low, high)`` returns the numbers of those in a range of bands, ascending, counted alike by all ranks, and
+    their values, (items,) or (items, columns) of integers; ``None`` for values that another rank owns.
     """
 
     num_bands: int
@@ -98,11 +98,6 @@ class CutBands:
         for member, told in itertools.chain(*self._told):
             found[member].append(told)
         return found
-
-    def first_band(self, member: int, num_bands: int) -> int:
-        """Return the first of the bands of ``member`` whose home is this rank. Local."""
-        homes = self._roster.holders(member)
-        return _first_band(homes.index(self._comm.rank), len(homes), num_bands)
 
     def back(self, decide: Callable[[], Mapping[int, Sequence[BoolArray]]]) -> dict[int, list[Answer]]:
         """Return by member what stays of this rank's items. ``decide``: of what was :meth:`told`, in its order."""

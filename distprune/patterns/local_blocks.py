@@ -1,163 +1,127 @@
 """The blocks of which a rank's elements are parts. No communication.
 
-Nouns: a parameter is kept as *lines* of one length, which are the rows of its matrix, or, transposed, the columns. A
-*band* is the lines, or the elements within a line, that share blocks; a block is *whole* if its bands are.
+Nouns: elements are kept as *lines* of one length, which are the rows of a matrix, or, transposed, the columns. A
+*band* is the lines, or the elements within a line, that share blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from distprune.patterns.addends import wrapped
+from distprune.patterns.boxes import local_matrices
 from distprune.shards.device import chunk_size, on_host, sent
-from distprune.shards.geometry import Geometry, Runs, runs_of
+from distprune.shards.geometry import Geometry
 from distprune.shards.matrix import LocalMatrix, Matrix
 
 IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
-
-
-class Bands:
-    """Bands of ``size`` indices, of which some are here, ascending. ``numbers``: of bands; ``starts``: and the end."""
-
-    def __init__(self, indices: IntArray, size: int) -> None:
-        self.numbers, first, band = np.unique(indices // size, return_index=True, return_inverse=True)
-        self.starts: IntArray = np.append(first, len(indices))
-        self.places: IntArray = band * size + indices % size  # if all bands here were full
 
 
 @dataclass(frozen=True, eq=False)
-class LocalBlocks:
-    """Blocks of ``size`` x ``size``: (line bands, column bands).
+class Rectangle:
+    """Local elements ``at``: all combinations of some lines and columns, of which each is in a band, from 0 up.
 
-    Local elements fill ``runs`` of the lines, one after the other; what is between may be elsewhere (FSDP1).
+    ``places``: (line bands, column bands), of the blocks among those of :class:`LocalBlocks`.
     """
 
-    matrix: Matrix
+    at: slice
+    places: IntArray
+    lines: IntArray
+    columns: IntArray
     size: int
-    lines: Bands
-    columns: Bands
-    runs: Runs
-
-    @staticmethod
-    def of(geometry: Geometry, matrix: Matrix, size: int) -> LocalBlocks:
-        """Return the blocks of what ``geometry`` holds."""
-        local = LocalMatrix.of(geometry, matrix)
-        runs: Runs = ((0, geometry.local_numel),)
-        if not geometry.local_numel:
-            lines = columns = np.empty(0, dtype=np.int64)
-        elif local is None:  # ranges of the flattened parameter
-            width, held = matrix.num_out if matrix.transposed else matrix.num_in, geometry.dim_runs[0]
-            first = held[0][0] // width
-            lines, columns = np.arange(first, -(-held[-1][1] // width)), np.arange(width)
-            runs = tuple((start - first * width, stop - first * width) for start, stop in held)
-        elif (num := local.num_local_out) is None:
-            lines, columns = local.rows, local.columns
-        else:
-            lines = (local.rows[::num, None] // matrix.num_out * matrix.num_in + local.columns).reshape(-1)
-            columns = local.rows[:num] % matrix.num_out
-        return LocalBlocks(matrix, size, Bands(lines, size), Bands(columns, size), runs)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return len(self.lines.numbers), len(self.columns.numbers)
+    def _grid(self) -> tuple[int, int, int, int] | None:
+        """The shape of the elements, if they fill all blocks."""
+        bands, across = self.places.shape
+        is_full = len(self.lines) == bands * self.size and len(self.columns) == across * self.size
+        return (bands, self.size, across, self.size) if is_full else None
 
-    @cached_property
-    def _bounds(self) -> IntArray:
-        """Where each line band begins, and the last ends, in lines that are filled."""
-        bounds: IntArray = self.lines.starts * self.columns.starts[-1]
-        return bounds
+    def where(self, device: torch.device) -> slice | torch.Tensor:
+        """Return the places, row-major: of what follows each other a slice."""
+        places = self.places.reshape(-1)
+        if (np.diff(places) == 1).all():
+            return slice(int(places[0]), int(places[-1]) + 1)
+        return sent(torch.from_numpy(places), device)
 
-    @cached_property
-    def _offsets(self) -> IntArray:
-        """At which local offset each line band begins, and the last ends."""
-        return sum((np.clip(self._bounds - start, 0, stop - start) for start, stop in self.runs), 0 * self._bounds)
+    def added_up(self, values: torch.Tensor, offset: int | None) -> torch.Tensor:
+        """Return the sums by block of ``values`` of the elements, each less ``offset``; they wrap."""
+        offset, device = offset or 0, values.device
+        if self._grid is not None:
+            sums = values.view(self._grid).sum(1).sum(2)  # lines first: by far the faster way
+            return sums.view(-1).to(torch.int64) - wrapped(offset * self.size**2)
+        lines, columns = (sent(torch.from_numpy(bands), device) for bands in (self.lines, self.columns))
+        rows = (values.to(torch.int64) - offset).view(len(lines), len(columns))
+        num, across = self.places.shape
+        sums = torch.zeros((num, len(columns)), dtype=torch.int64, device=device).index_add_(0, lines, rows)
+        found = torch.zeros((num, across), dtype=torch.int64, device=device)
+        return found.index_add_(1, columns, sums).view(-1)
 
-    @cached_property
-    def _whole(self) -> tuple[IntArray, IntArray]:
-        """The line bands, and the column bands, of whole blocks."""
-        are_full = np.diff(self._offsets) == self.size * self.columns.starts[-1]
-        return np.flatnonzero(are_full), np.flatnonzero(np.diff(self.columns.starts) == self.size)
-
-    @cached_property
-    def cut(self) -> IntArray:
-        """The places of cut blocks among all blocks here."""
-        is_cut = np.ones(self.shape, dtype=np.bool_)
-        is_cut[np.ix_(*self._whole)] = False
-        is_cut[np.diff(self._offsets) == 0] = False  # bands of which nothing is here
-        return np.flatnonzero(is_cut)
-
-    def numbers(self, places: IntArray) -> IntArray:
-        """Return the numbers in the parameter, row-major in its matrices, of the blocks at some places here."""
-        across, (lines, columns) = self.matrix.num_in // self.size, np.divmod(places, self.shape[1])
-        line, column = self.lines.numbers[lines], self.columns.numbers[columns]
-        if not self.matrix.transposed:
-            return line * across + column
-        return (line // across * (self.matrix.num_out // self.size) + column) * across + line % across
-
-    @cached_property
-    def whole_places(self) -> tuple[Geometry, IntArray | slice]:
-        """Which of the parameter's blocks the whole ones are, and their places here, in that order."""
-        lines, columns = self._whole
-        across, num = self.matrix.num_in // self.size, self.matrix.num_rows // self.size
-        if not self.matrix.transposed and not len(self.cut):
-            return Geometry((num, across), (runs_of(self.lines.numbers), runs_of(self.columns.numbers))), slice(None)
-        places = (lines[:, None] * self.shape[1] + columns).reshape(-1)
-        numbers = self.numbers(places)
-        order = np.argsort(numbers, kind="stable")
-        return Geometry((num * across,), (runs_of(numbers[order]),)), places[order]
-
-    def chunks(self, device: torch.device) -> Iterator[tuple[slice, slice]]:
-        """Yield local offsets, and the line bands that they are of."""
-        most = chunk_size(device) // (1 if on_host(device) else 2)  # sums take more words
-        step = max(1, most // max(self.size * int(self.columns.starts[-1]), 1))
-        for first in range(0, self.shape[0], step):
-            last = min(first + step, self.shape[0])
-            yield slice(*self._offsets[[first, last]].tolist()), slice(first, last)
-
-    def added_up(self, bands: slice, values: torch.Tensor, offset: int | None) -> torch.Tensor:
-        """Return the sums by block of ``values`` of the elements of line ``bands``, each less ``offset``; they wrap."""
-        num, offset, size = bands.stop - bands.start, offset or 0, self.size**2
-        if not self._is_even(bands, len(values)):
-            values, size, parts = values - offset if offset else values, 0, self._parts(bands)
-            lines = values.new_zeros(int(self._bounds[bands.stop] - self._bounds[bands.start]))
-            for part, of_part in zip(
-                parts, torch.split(values, [part.stop - part.start for part in parts]), strict=True
-            ):
-                lines[part] = of_part
-            values = values.new_zeros((num * self.size, self.shape[1] * self.size))
-            values[self._places(bands, values.device)] = lines.view(-1, self.columns.starts[-1])
-        sums = values.view(num, self.size, self.shape[1], self.size).sum(1).sum(2)  # lines first: by far the faster way
-        return sums.to(torch.int64) - wrapped(offset * size)
-
-    def spread(self, bands: slice, of_blocks: torch.Tensor, out: torch.Tensor) -> None:
-        """Write what there is ``of_blocks``, bool, of all bands, into ``out``, of the elements of line ``bands``."""
-        grid = bands.stop - bands.start, self.size, self.shape[1], self.size
-        spread = of_blocks[bands, None, :, None].expand(grid)
-        if self._is_even(bands, len(out)):
-            out.view(grid).copy_(spread)
+    def spread(self, stays: torch.Tensor, out: torch.Tensor) -> None:
+        """Write what ``stays`` of all blocks, bool, into ``out``, of the elements."""
+        of_blocks = stays[self.where(out.device)].view(self.places.shape)
+        if self._grid is not None:
+            out.view(self._grid).copy_(of_blocks[:, None, :, None].expand(self._grid))
         else:
-            lines = spread.reshape(grid[0] * self.size, -1)[self._places(bands, out.device)].view(-1)
-            torch.cat([lines[part] for part in self._parts(bands)], out=out)
+            lines, columns = (sent(torch.from_numpy(bands), out.device) for bands in (self.lines, self.columns))
+            out.view(len(lines), len(columns)).copy_(of_blocks[lines].index_select(1, columns))
 
-    def _parts(self, bands: slice) -> list[slice]:
-        """Return what is filled of the lines of ``bands``."""
-        begin, end = self._bounds[[bands.start, bands.stop]].tolist()
-        held = [(max(start, begin) - begin, min(stop, end) - begin) for start, stop in self.runs]
-        return [slice(*run) for run in held if run[0] < run[1]]
 
-    def _is_even(self, bands: slice, num: int) -> bool:
-        """Return whether the ``num`` elements of line ``bands`` fill all blocks of these."""
-        return bool(num == (bands.stop - bands.start) * self.size**2 * self.shape[1])
+class LocalBlocks:
+    """Blocks of ``size`` x ``size``, of which ``geometry`` holds some elements.
 
-    def _places(self, bands: slice, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return where lines and columns of line ``bands`` are among all of their blocks."""
-        lines = self.lines.places[self.lines.starts[bands.start] : self.lines.starts[bands.stop]]
-        rows = sent(torch.from_numpy(lines - bands.start * self.size), device)
-        return rows[:, None], sent(torch.from_numpy(self.columns.places), device)
+    ``numbers``, ascending: row-major in the parameter's matrices. ``are_cut``: those that are not all here.
+    """
+
+    def __init__(self, geometry: Geometry, matrix: Matrix, size: int) -> None:
+        self._size, self._parts = size, list[tuple[int, IntArray, IntArray]]()
+        numbers, nums = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+        for begin, local in local_matrices(geometry, matrix):
+            (line_bands, lines), (column_bands, columns) = (
+                np.unique(indices // size, return_inverse=True) for indices in _lines_and_columns(local, matrix)
+            )
+            self._parts.append((begin, lines, columns))
+            numbers.append(_numbers(line_bands, column_bands, matrix, size).reshape(-1))
+            nums.append(np.outer(np.bincount(lines), np.bincount(columns)).reshape(-1))
+        self.numbers, places = np.unique(np.concatenate(numbers), return_inverse=True)
+        self._places = None if (np.diff(places) == 1).all() else places  # where they follow each other, from 0 on
+        self.are_cut = np.bincount(places, np.concatenate(nums), len(self.numbers)) < size**2
+
+    def rectangles(self, device: torch.device) -> Iterator[Rectangle]:
+        """Yield all elements, some line bands at a time."""
+        passed = 0
+        for begin, lines, columns in self._parts:
+            num, across = (int(bands[-1]) + 1 if len(bands) else 0 for bands in (lines, columns))
+            starts, most = np.searchsorted(lines, np.arange(num + 1)), chunk_size(device)
+            step = max(1, most // (1 if on_host(device) else 2) // max(self._size * len(columns), 1))  # sums take more
+            for first in range(0, num if across else 0, step):
+                last = min(first + step, num)
+                low, high = starts[[first, last]].tolist()
+                places = np.arange(passed + first * across, passed + last * across).reshape(-1, across)
+                places = places if self._places is None else self._places[places]
+                at = slice(begin + low * len(columns), begin + high * len(columns))
+                yield Rectangle(at, places, lines[low:high] - first, columns, self._size)
+            passed += num * across
+
+
+def _lines_and_columns(local: LocalMatrix, matrix: Matrix) -> tuple[IntArray, IntArray]:
+    """Return the lines of all matrices, and the columns, that are here, in local order."""
+    if (num := local.num_local_out) is None:
+        return local.rows, local.columns
+    if not num:
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    lines = local.rows[::num, None] // matrix.num_out * matrix.num_in + local.columns
+    return lines.reshape(-1), local.rows[:num] % matrix.num_out
+
+
+def _numbers(line_bands: IntArray, column_bands: IntArray, matrix: Matrix, size: int) -> IntArray:
+    """Return the numbers of blocks, (line bands, column bands)."""
+    across, line, column = matrix.num_in // size, line_bands[:, None], column_bands
+    if not matrix.transposed:
+        return line * across + column
+    return (line // across * (matrix.num_out // size) + column) * across + line % across

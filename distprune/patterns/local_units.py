@@ -7,94 +7,64 @@ some of it and not all. Elements are numbered along the rows of the matrix, one 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from distprune.patterns.boxes import local_matrices
 from distprune.shards.device import chunk_size, sent
 from distprune.shards.geometry import Geometry
-from distprune.shards.matrix import LocalMatrix, Matrix
+from distprune.shards.matrix import Matrix
 
 IntArray = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
 class LocalUnits:
     """This rank's elements of one parameter, in units of ``length`` inputs of one row.
 
-    Those of ``whole`` units are all rows of ``local`` by some of its columns, from local offset ``begin``. The others
-    are by some other columns, ``cut``, or they are ``scattered``: their numbers, ascending, and local offsets.
+    ``num_cut``: how many elements are in cut units. ``is_dense``: none is, and units follow each other in memory.
     """
 
-    matrix: Matrix
-    local: LocalMatrix
-    whole: IntArray
-    cut: IntArray
-    begin: int = 0
-    scattered: tuple[IntArray, IntArray] | None = None
-
-    @staticmethod
-    def of(geometry: Geometry, matrix: Matrix, length: int) -> LocalUnits:
-        """Return the units of ``length`` inputs that ``geometry`` holds. Local."""
-        local = LocalMatrix.of(geometry, matrix)
-        if local is not None:
+    def __init__(self, geometry: Geometry, matrix: Matrix, length: int) -> None:
+        self._num_in, self._parts = matrix.num_in, []
+        for begin, local in local_matrices(geometry, matrix):
             _, unit, size = np.unique(local.columns // length, return_inverse=True, return_counts=True)
             is_whole = size[unit] == length
-            return LocalUnits(matrix, local, np.flatnonzero(is_whole), np.flatnonzero(~is_whole))
-        # A stretch of the flattened parameter: whole units in the middle, cut ones at its ends.
-        numel, start = geometry.local_numel, None if matrix.transposed else geometry.flat_start
-        first = numel if start is None else min(-start % length, numel)
-        num = (numel - first) // length
-        offsets = np.concatenate([np.arange(first), np.arange(first + num * length, numel)])
-        rows, columns = matrix.place(geometry.flat_indices_at(torch.from_numpy(offsets)).numpy())
-        numbers = rows * matrix.num_in + columns
-        order = np.argsort(numbers, kind="stable")
-        whole, none = np.arange(length if num else 0), np.empty(0, dtype=np.int64)
-        middle = LocalMatrix(np.arange(num), whole, None)
-        return LocalUnits(matrix, middle, whole, none, first, (numbers[order], offsets[order]))
-
-    @property
-    def num_cut(self) -> int:
-        """Elements in cut units."""
-        return len(self.local.rows) * len(self.cut) if self.scattered is None else len(self.scattered[0])
+            self._parts.append((begin, local, np.flatnonzero(is_whole), np.flatnonzero(~is_whole)))
+        self.num_cut = sum(len(local.rows) * len(cut) for _, local, _, cut in self._parts)
+        self.is_dense = not self.num_cut and all(local.num_local_out is None for _, local, *_ in self._parts)
 
     @property
     def rows(self) -> tuple[int, int]:
         """The first and the last row of cut units."""
-        first, last = (
-            self.local.rows[[0, -1]] if self.scattered is None else self.scattered[0][[0, -1]] // self.matrix.num_in
-        )
-        return int(first), int(last)
+        rows = np.concatenate([local.rows[[0, -1]] for _, local, _, cut in self._parts if len(local.rows) * len(cut)])
+        return int(rows.min()), int(rows.max())
 
     def cut_between(self, low: int, high: int, device: torch.device) -> tuple[IntArray, slice | torch.Tensor]:
-        """Return the elements in cut units of rows ``low`` to ``high``: numbers from that row on, and local offsets."""
-        num_in = self.matrix.num_in
-        if self.scattered is not None:
-            at = slice(*np.searchsorted(self.scattered[0], [low * num_in, high * num_in]).tolist())
-            return self.scattered[0][at] - low * num_in, sent(torch.from_numpy(self.scattered[1][at]), device)
-        first, last = np.searchsorted(self.local.rows, [low, high]).tolist()
-        numbers = ((self.local.rows[first:last, None] - low) * num_in + self.local.columns[self.cut]).reshape(-1)
-        if self.local.num_local_out is None and not len(self.whole):
-            return numbers, slice(first * len(self.cut), last * len(self.cut))
-        offsets = self.local.offsets(np.arange(first, last), self.cut).reshape(-1)
+        """Return the elements in cut units of rows ``low`` to ``high``: numbers, ascending, and local offsets."""
+        found = [np.empty((2, 0), dtype=np.int64)]
+        for begin, local, _, cut in self._parts:
+            rows = np.arange(*np.searchsorted(local.rows, [low, high]).tolist())
+            numbers = local.rows[rows, None] * self._num_in + local.columns[cut]
+            found.append(np.stack([numbers.reshape(-1), begin + local.offsets(rows, cut).reshape(-1)]))
+        numbers, offsets = np.concatenate(found, 1)
+        order = np.argsort(numbers, kind="stable")
+        numbers, offsets = numbers[order], offsets[order]
+        if len(offsets) and (np.diff(offsets) == 1).all():
+            return numbers, slice(int(offsets[0]), int(offsets[-1]) + 1)
         return numbers, sent(torch.from_numpy(offsets), device)
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether all elements are in whole units, which follow each other in memory."""
-        return self.local.num_local_out is None and self.num_cut == 0 and len(self.whole) == len(self.local.columns)
 
     def chunks(self, device: torch.device) -> Iterator[slice | torch.Tensor]:
         """Yield the local offsets of whole units, some rows at a time."""
-        num, width = len(self.local.rows), len(self.whole)
-        step = max(1, chunk_size(device) // max(width, 1))
-        is_dense = self.local.num_local_out is None and width == len(self.local.columns)
-        columns = None if is_dense else sent(torch.from_numpy(self.whole), device)
-        for first in range(0, num if width else 0, step):
-            last = min(first + step, num)
-            if columns is None:
-                yield slice(self.begin + first * width, self.begin + last * width)
-            else:
-                yield self.local.offsets(torch.arange(first, last, device=device), columns).view(-1)
+        for begin, local, whole, _ in self._parts:
+            num, width = len(local.rows), len(whole)
+            step = max(1, chunk_size(device) // max(width, 1))
+            firsts = range(0, num if width else 0, step)
+            if local.num_local_out is None and width == len(local.columns):
+                yield from (slice(begin + first * width, begin + min(first + step, num) * width) for first in firsts)
+                continue
+            columns = sent(torch.from_numpy(whole), device)
+            for first in firsts:
+                rows = torch.arange(first, min(first + step, num), device=device)
+                yield begin + local.offsets(rows, columns).view(-1)

@@ -54,8 +54,6 @@ class Unstructured(Pattern):
     @override
     def choose(self, ranked: Ranked) -> Choice:
         """Every rank must call it. Rounds: one for the census, and those of ``select_lowest``."""
-        for members in Competing(ranked, self.scope, ranked.numels).members:
-            ranked.order(members)  # raises alike on all ranks
         num_gone = [0] * len(ranked.numels)
         if ranked.checks:
             num_gone, _ = take_census(ranked, counts_gone=ranked.of_left)
@@ -82,8 +80,8 @@ def choose_elements(ranked: Ranked, share: Shares, scope: Scope, num_gone: Seque
     competing = Competing(ranked, scope, ranked.numels)
 
     def source(scores: LocalScores) -> Source:
-        shard = scores.shard
-        return competing.source(ranked.index[shard.name], scores, shard.geometry, owned=shard.owned)
+        shard, place = scores.shard, competing.place(ranked.index[scores.shard.name])
+        return Source(shard.name, scores, shard.geometry, shard.owned, *place)
 
     competitions = competing.competitions(share, num_gone, ranked.order, what)
     if ranked.on_gpu and runs_on_gpu(ranked, competitions):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import final
 
 import numpy as np
@@ -16,7 +17,7 @@ from typing_extensions import override
 from distprune.kernels.available import has_kernels
 from distprune.patterns.base import Choice, Pattern, Ranked, check_share, shares_of
 from distprune.patterns.census import take_census
-from distprune.patterns.cut_bands import Answer, CutBands, CutPart, Told
+from distprune.patterns.cut_bands import Answer, CutBands, CutPart
 from distprune.patterns.local_units import IntArray, LocalUnits
 from distprune.patterns.on_gpu import keys_of_weights, write_masks
 from distprune.scores.base import LocalScores
@@ -61,107 +62,11 @@ class WithinRows(Pattern):
         Otherwise three (see ``CutBands``) for every parameter with cut units, or for small ones of 8 MiB a rank. A rank
         sends its own elements of cut units, at most once, to ranks that hold parts of the same parameter.
         """
-        own = [self.of(member.name) for member in ranked.roster.members]  # raises alike on all ranks
-        rows = [_UnitRule(ranked, pattern, ranked.order([i])) for i, pattern in enumerate(own)]  # so does this
-        units = cache(LocalUnits.of)  # of equal shapes alike
-        answers: dict[int, list[Answer]] = {}
-
-        def no_counts(scores: LocalScores) -> torch.Tensor:
-            return torch.zeros(3, dtype=torch.int64, device=scores.device)
-
-        def units_of(scores: LocalScores) -> LocalUnits:
-            matrix = scores.shard.as_matrix()
-            return units(scores.shard.geometry, matrix, self.unit_length(matrix))
-
-        def part_of(member: int) -> CutPart | None:
-            scores = held.get(member)
-            if scores is None or not (there := units_of(scores)).num_cut:
-                return None
-
-            def items(low: int, high: int) -> tuple[IntArray, torch.Tensor | None]:
-                numbers, at = there.cut_between(low, high, scores.device)
-                return numbers, rows[member].keys(scores, at, no_counts(scores)) if scores.shard.owned else None
-
-            return CutPart(scores.shard.as_matrix().num_rows, there.rows, items)
-
-        def decided(cut: CutBands) -> dict[int, list[BoolArray]]:
-            told = cut.told()
-            lengths = {member: self.unit_length(held[member].shard.as_matrix()) for member in told}
-            return {
-                member: rows[member].decide_told(held[member].shard.name, lengths[member], told[member])
-                for member in told
-            }
-
+        units = _UnitRules(ranked, self)
         if ranked.checks:
-            _, num_cut = take_census(ranked, num_cut=lambda scores: units_of(scores).num_cut)
-            num_bytes = [num * each.order.key_dtype.itemsize for num, each in zip(num_cut, rows, strict=True)]
-            held = {ranked.index[scores.shard.name]: scores for scores in ranked.scores} if any(num_cut) else {}
-            for members in CutBands.batches(ranked.roster, num_bytes):
-                cut = CutBands(ranked.comm, ranked.roster)
-                cut.bring(members, part_of)
-                answers.update(cut.back(partial(decided, cut)))
-
-        def decide(scores: LocalScores, out: torch.Tensor) -> torch.Tensor:
-            member, there = ranked.index[scores.shard.name], units_of(scores)
-            counts, memory = no_counts(scores), None
-            for at in there.chunks(scores.device):
-                keys = memory = rows[member].keys(scores, at, counts, memory)
-                keys = keys.view(-1, self.unit_length(there.matrix))
-                if isinstance(at, slice):
-                    rows[member].keep(keys, out[at].view(keys.shape))
-                else:
-                    out[at] = rows[member].keep(keys).view(-1)
-            for low, high, bits in answers.get(member, ()):
-                numbers, at = there.cut_between(low, high, scores.device)
-                stays = np.unpackbits(bits, count=len(numbers)).view(np.bool_)
-                out[at] = sent(torch.from_numpy(stays), scores.device)
-                rows[member].keys(scores, at, counts)
-            counts[0] = len(out) - count_true(out)
-            return counts
-
-        def decide_small(
-            scores: Sequence[LocalScores], outs: Sequence[torch.Tensor]
-        ) -> Iterator[tuple[int, torch.Tensor]]:
-            """Yield the places of small shards, those of one kind decided together, and what ``decide`` returns."""
-            kinds: dict[tuple[WithinRows, Order, int], list[int]] = {}
-            for i, each in enumerate(scores):
-                member, there = ranked.index[each.shard.name], units_of(each)
-                is_small = on_host(each.device) and len(outs[i]) <= SMALL
-                if is_small and there.is_dense and not ranked.regrows:
-                    kind = own[member], rows[member].order, self.unit_length(there.matrix)
-                    kinds.setdefault(kind, []).append(i)
-            for (pattern, order, length), places in kinds.items():
-                for which in batches(places, [len(outs[i]) for i in places]):
-                    numels = [len(outs[i]) for i in which]
-                    keys = np.empty(sum(numels), f"i{order.key_dtype.itemsize}")
-                    joined_keys(order, [scores[i] for i in which], numels, keys)
-                    rule = _UnitRule(ranked, pattern, order)
-                    stays = rule.keep(torch.from_numpy(keys).view(-1, length)).numpy().reshape(-1)
-                    firsts, counts = np.cumsum([0, *numels[:-1]]), np.zeros((3, len(which)), np.int64)
-                    for row, flags in enumerate((~stays, keys < order.first, keys > order.last)):
-                        counts[row] = np.add.reduceat(flags, firsts, dtype=np.int64)
-                    for i, first, of_shard in zip(which, firsts.tolist(), torch.from_numpy(counts.T), strict=True):
-                        outs[i].numpy()[:] = stays[first : first + len(outs[i])]
-                        yield i, of_shard
-
-        def decide_on_gpu(scores: Sequence[LocalScores], outs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-            """Return, by place, what ``decide`` returns of shards that kernels decide."""
-            members = [ranked.index[each.shard.name] for each in scores]
-            kinds = [own[i].kernel(each.shard.as_matrix()) for i, each in zip(members, scores, strict=True)]
-            plain = [i for i, each in enumerate(scores) if kinds[i] is not None and units_of(each).is_dense]
-            keys = keys_of_weights(ranked, [scores[i] for i in plain], [rows[members[i]].order for i in plain])
-            if keys is None or keys.marked in ("masked", "left"):  # the numbers of rows and groups differ
-                return {}
-            units = [kind for kind in (kinds[i] for i in plain) if kind is not None]
-            counts = write_masks([scores[i] for i in plain], units, keys, [outs[i] for i in plain])
-            return dict(zip(plain, counts, strict=True))
-
-        def decide_all(scores: Sequence[LocalScores], outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            on_gpu = has_kernels(*(each.device for each in scores))
-            found = decide_on_gpu(scores, outs) if on_gpu else dict(decide_small(scores, outs))
-            return [found[i] if i in found else decide(scores[i], outs[i]) for i in range(len(scores))]
-
-        return Choice([None] * len(rows), decide, decide_all)
+            _, num_cut = take_census(ranked, num_cut=lambda scores: units.of(scores).num_cut)
+            units.exchange(num_cut)
+        return Choice([None] * len(ranked.numels), units.decide, units.decide_all)
 
 
 @final
@@ -229,59 +134,171 @@ class PerRow(WithinRows):
         return keep_highest_per_row(scores, round(self._share * scores.shape[1]), out)
 
 
-@dataclass(frozen=True)
-class _UnitRule:
-    """How the units of one parameter are decided: by ``pattern``, which is its own."""
+class _UnitRules:
+    """How the units of all members are decided, with what the homes of cut ones have answered."""
 
-    ranked: Ranked
-    pattern: WithinRows
-    order: Order
+    def __init__(self, ranked: Ranked, pattern: WithinRows) -> None:
+        self._ranked, self._pattern, self._made = ranked, pattern, cache(LocalUnits)
+        names = [member.name for member in ranked.roster.members]
+        # Both raise alike on all ranks.
+        self._rules = {name: (pattern.of(name), ranked.order([i])) for i, name in enumerate(names)}
+        self._answers: dict[int, list[Answer]] = {}
 
-    def keys(
+    def _length(self, scores: LocalScores) -> int:
+        return self._pattern.unit_length(scores.shard.as_matrix())
+
+    def of(self, scores: LocalScores) -> LocalUnits:
+        """Return the units of one of this rank's shards, or of a piece of one."""
+        return self._made(scores.shard.geometry, scores.shard.as_matrix(), self._length(scores))
+
+    @cached_property
+    def _scores(self) -> dict[int, LocalScores]:
+        """The scores of this rank's shards, by member."""
+        return {self._ranked.index[scores.shard.name]: scores for scores in self._ranked.scores}
+
+    def exchange(self, num_cut: Sequence[int]) -> None:
+        """Have cut units decided at their homes. ``num_cut``: by member, their elements. Every rank must call it."""
+        orders = [order for _, order in self._rules.values()]
+        num_bytes = [num * order.key_dtype.itemsize for num, order in zip(num_cut, orders, strict=True)]
+        for members in CutBands.batches(self._ranked.roster, num_bytes):
+            cut = CutBands(self._ranked.comm, self._ranked.roster)
+            cut.bring(members, self._cut_part)
+            self._answers |= cut.back(partial(self._decide_told, cut))
+
+    def _cut_part(self, member: int) -> CutPart | None:
+        scores = self._scores.get(member)
+        if scores is None or not (units := self.of(scores)).num_cut:
+            return None
+        matrix = scores.shard.as_matrix()
+
+        def items(low: int, high: int) -> tuple[IntArray, torch.Tensor | None]:
+            numbers, at = units.cut_between(low, high, scores.device)
+            keys = self._keys(scores, at, _no_counts(scores)) if scores.shard.owned else None
+            return numbers - low * matrix.num_in, keys
+
+        return CutPart(matrix.num_rows, units.rows, items)
+
+    def _decide_told(self, cut: CutBands) -> dict[int, list[BoolArray]]:
+        """Return what stays of what ranks told, which are all parts of some cut units, by member. Local."""
+        found = {}
+        for member, told in cut.told().items():
+            name, length = self._scores[member].shard.name, self._length(self._scores[member])
+            pattern, order = self._rules[name]
+            parts = [np.unique(numbers // length, return_counts=True) for numbers, _ in told]
+            units = np.unique(np.concatenate([part for part, _ in parts]))
+            keys = np.zeros((len(units), length), f"i{order.key_dtype.itemsize}")
+            num_told, places = np.zeros(len(units), np.int64), []
+            for (numbers, values), (part, nums) in zip(told, parts, strict=True):
+                rows = np.searchsorted(units, part)
+                places.append(numbers + np.repeat((rows - part) * length, nums))
+                if values is not None:
+                    keys.reshape(-1)[places[-1]] = values.view(keys.dtype)[: len(numbers)]
+                    num_told[rows] += nums
+            if (num_told != length).any():
+                raise ValueError(f"ranks do not hold all of the groups or rows of {name!r} that they hold parts of")
+            stays = self._keep(pattern, order, torch.from_numpy(keys)).numpy().reshape(-1)
+            found[member] = [stays[place] for place in places]
+        return found
+
+    def _keys(
         self, scores: LocalScores, at: slice | torch.Tensor, counts: torch.Tensor, memory: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the keys ``at``, in ``memory`` if given; what is gone and NaN is added to ``counts``. Local.
+        """Return the keys ``at``, in ``memory`` if given; what is gone and NaN is added to ``counts``.
 
         Where weights regrow, the bits of keys of what is gone are inverted.
         """
-        keys = scores.keys_at(self.order, at, memory)
-        if (is_gone := self._gone(keys)) is not None:
+        _, order = self._rules[scores.shard.name]
+        keys = scores.keys_at(order, at, memory)
+        if (is_gone := _are_gone(order, keys)) is not None:
             counts[1] += count_true(is_gone)
-        if not on_host(keys.device) or (len(keys) and keys.numpy().max() > self.order.last):
-            counts[2] += count_true(keys > self.order.last)
-        if self.ranked.regrows and (gone := scores.is_gone(at)) is not None:
+        if not on_host(keys.device) or (len(keys) and keys.numpy().max() > order.last):
+            counts[2] += count_true(keys > order.last)
+        if self._ranked.regrows and (gone := scores.is_gone(at)) is not None:
             return torch.where(gone, ~keys, keys)
         return keys
 
-    def _gone(self, keys: torch.Tensor) -> torch.Tensor | None:
-        """Return which of ``keys`` are of what is gone; ``None``, on the host, where none is."""
-        if on_host(keys.device) and (not keys.numel() or keys.numpy().min() >= self.order.first):
-            return None  # a quarter of torch's time
-        return keys < self.order.first
-
-    def keep(self, keys: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return what stays of whole units, bool, of the shape of ``keys`` (units, inputs); or in ``out``. Local."""
-        if self.ranked.regrows:
+    def _keep(
+        self, pattern: WithinRows, order: Order, keys: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return what stays of whole units, bool, of the shape of ``keys`` (units, inputs); or in ``out``."""
+        if self._ranked.regrows:
             return keep_highest_per_row(torch.maximum(keys, ~keys), (keys < 0).sum(1), out)
-        if (is_gone := self._gone(keys)) is None:
-            return self.pattern.keep(keys, out)
-        stays = self.pattern.keep_left(keys, is_gone, out) if self.ranked.of_left else self.pattern.keep(keys, out)
+        if (is_gone := _are_gone(order, keys)) is None:
+            return pattern.keep(keys, out)
+        stays = pattern.keep_left(keys, is_gone, out) if self._ranked.of_left else pattern.keep(keys, out)
         return torch.gt(stays, is_gone, out=stays)
 
-    def decide_told(self, name: str, length: int, told: Sequence[Told]) -> list[BoolArray]:
-        """Return what stays of each of ``told``, which are all that ranks hold of some cut units of ``name``. Local."""
-        firsts = [numbers // length for numbers, _ in told]
-        units = np.unique(np.concatenate([unit[np.diff(unit, prepend=-1) > 0] for unit in firsts]))
-        keys = np.zeros(len(units) * length, np.dtype(f"i{self.order.key_dtype.itemsize}"))
-        num_told, places = np.zeros(len(units), np.int64), []
-        for unit, (numbers, values) in zip(firsts, told, strict=True):
-            are_all = units[-1] - units[0] == len(units) - 1  # as a rule, of rows
-            place = unit - units[0] if are_all else np.searchsorted(units, unit)
-            places.append(numbers + (place - unit) * length)
-            if values is not None:
-                keys[places[-1]] = values.view(keys.dtype)[: len(numbers)]
-                num_told += np.bincount(place, minlength=len(units))
-        if (num_told != length).any():
-            raise ValueError(f"ranks do not hold all of the groups or rows of {name!r} that they hold parts of")
-        stays: BoolArray = self.keep(torch.from_numpy(keys).view(-1, length)).numpy().reshape(-1)
-        return [stays[place] for place in places]
+    def decide(self, scores: LocalScores, out: torch.Tensor) -> torch.Tensor:
+        """Write what stays: see :class:`Choice`."""
+        units, counts, length = self.of(scores), _no_counts(scores), self._length(scores)
+        memory: torch.Tensor | None = None
+        for at in units.chunks(scores.device):
+            memory = self._keys(scores, at, counts, memory)
+            into = out[at].view(-1, length) if isinstance(at, slice) else None
+            stays = self._keep(*self._rules[scores.shard.name], memory.view(-1, length), into)
+            if into is None:
+                out[at] = stays.view(-1)
+        for low, high, bits in self._answers.get(self._ranked.index[scores.shard.name], ()):
+            numbers, at = units.cut_between(low, high, scores.device)
+            stays_here = np.unpackbits(bits, count=len(numbers)).view(np.bool_)
+            out[at] = sent(torch.from_numpy(stays_here), scores.device)
+            self._keys(scores, at, counts)
+        counts[0] = len(out) - count_true(out)
+        return counts
+
+    def decide_all(self, scores: Sequence[LocalScores], outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Do as :meth:`decide` for each of ``scores``: together where kernels, or a host of small ones, take many."""
+        dense = [both for both in zip(scores, outs, strict=True) if self.of(both[0]).is_dense]
+        has_gpu = has_kernels(*(each.device for each in scores))
+        counts = self._decide_on_gpu(dense) if has_gpu else self._decide_small(dense)
+        return [
+            counts[each.shard.name] if each.shard.name in counts else self.decide(each, out)
+            for each, out in zip(scores, outs, strict=True)
+        ]
+
+    def _decide_on_gpu(self, dense: Sequence[tuple[LocalScores, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Decide those that kernels decide; return their counts, by name."""
+        known = []
+        for scores, out in dense:
+            pattern, order = self._rules[scores.shard.name]
+            if (units := pattern.kernel(scores.shard.as_matrix())) is not None:
+                known.append((scores, units, order, out))
+        keys = keys_of_weights(self._ranked, [scores for scores, *_ in known], [order for *_, order, _ in known])
+        if keys is None or keys.marked in ("masked", "left"):  # the numbers of rows and groups differ
+            return {}
+        some, kinds, _, outs = zip(*known, strict=True)
+        return dict(zip((scores.shard.name for scores in some), write_masks(some, kinds, keys, outs), strict=True))
+
+    def _decide_small(self, dense: Sequence[tuple[LocalScores, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Decide those that are small, those of one kind together; return their counts, by name."""
+        kinds = defaultdict[tuple[WithinRows, Order, int], list[tuple[LocalScores, torch.Tensor]]](list)
+        for scores, out in dense:
+            if on_host(scores.device) and len(out) <= SMALL and not self._ranked.regrows:
+                kinds[*self._rules[scores.shard.name], self._length(scores)].append((scores, out))
+        found = {}
+        for (pattern, order, length), small in kinds.items():
+            for which in batches(range(len(small)), [len(out) for _, out in small]):
+                batch = [small[i] for i in which]
+                numels = [len(out) for _, out in batch]
+                keys = np.empty(sum(numels), f"i{order.key_dtype.itemsize}")
+                joined_keys(order, [scores for scores, _ in batch], numels, keys)
+                stays = self._keep(pattern, order, torch.from_numpy(keys).view(-1, length)).view(-1)
+                firsts, flags = np.cumsum([0, *numels[:-1]]), (~stays.numpy(), keys < order.first, keys > order.last)
+                counts = np.stack([np.add.reduceat(flag, firsts, dtype=np.int64) for flag in flags], 1)
+                for (scores, out), part, nums in zip(
+                    batch, torch.split(stays, numels), torch.from_numpy(counts), strict=True
+                ):
+                    out.copy_(part)
+                    found[scores.shard.name] = nums
+        return found
+
+
+def _no_counts(scores: LocalScores) -> torch.Tensor:
+    return torch.zeros(3, dtype=torch.int64, device=scores.device)
+
+
+def _are_gone(order: Order, keys: torch.Tensor) -> torch.Tensor | None:
+    """Return which of ``keys`` are of what is gone; ``None``, on the host, where none is."""
+    if on_host(keys.device) and (not keys.numel() or keys.numpy().min() >= order.first):
+        return None  # a quarter of torch's time
+    return keys < order.first

@@ -103,18 +103,11 @@ def test_whole_and_cut_blocks_are_all_that_there_are(turned: bool) -> None:
     lines, width = (16, 12)
     for runs in ((((0, 5),), ((0, 7),)), (((3, 12),), ((0, 2), (6, 12))), (((0, 16),), ((4, 8),))):
         geometry = Geometry((2, 8, 12), (((0, 2),), ((3, 7),), runs[1])) if turned else Geometry((lines, width), runs)
-        part = LocalBlocks.of(geometry, matrix, 4)
-        of_whole, places = part.whole_places
-        assert (
-            of_whole.flat_indices(0, of_whole.local_numel).tolist()
-            == part.numbers(np.arange(np.prod(part.shape))[places]).tolist()
-        )
-        assert sorted([*np.arange(np.prod(part.shape))[places].tolist(), *part.cut.tolist()]) == list(
-            range(np.prod(part.shape))
-        )
-        held = matrix.place(geometry.flat_indices(0, geometry.local_numel).numpy())
-        numbers, num = np.unique(held[0] // 4 * (matrix.num_in // 4) + held[1] // 4, return_counts=True)
-        assert sorted(part.numbers(part.cut).tolist()) == numbers[num < 16].tolist()
+        blocks = LocalBlocks(geometry, matrix, 4)
+        rows, columns = matrix.place(geometry.flat_indices(0, geometry.local_numel).numpy())
+        numbers, num = np.unique(rows // 4 * (matrix.num_in // 4) + columns // 4, return_counts=True)
+        assert blocks.numbers.tolist() == numbers.tolist()
+        assert blocks.are_cut.tolist() == (num < 16).tolist()
 
 
 def test_nan_is_counted() -> None:

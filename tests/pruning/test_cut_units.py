@@ -108,7 +108,7 @@ def test_each_element_of_a_stretch_is_whole_or_cut_once(matrix: Matrix, length: 
     numel = matrix.num_rows * matrix.num_in
     for start, stop in itertools.combinations(range(numel + 1), 2):
         geometry = Geometry.rows((numel,), start, stop)
-        units, none = LocalUnits.of(geometry, matrix, length), np.empty(0, dtype=np.int64)
+        units, none = LocalUnits(geometry, matrix, length), np.empty(0, dtype=np.int64)
         found = [np.arange(numel)[at] for at in units.chunks(torch.device("cpu"))]
         assert sum(map(len, found)) % length == 0
         for row in range(matrix.num_rows):
@@ -116,7 +116,7 @@ def test_each_element_of_a_stretch_is_whole_or_cut_once(matrix: Matrix, length: 
             offsets = torch.arange(numel)[at].numpy()
             rows, columns = matrix.place(start + offsets)
             assert (rows == row).all()
-            assert (columns == numbers).all()
+            assert (rows * matrix.num_in + columns == numbers).all()
             found.append(offsets)
         assert sorted(np.concatenate([none, *found]).tolist()) == list(range(stop - start))
         assert units.num_cut == sum(map(len, found[-matrix.num_rows :]))
