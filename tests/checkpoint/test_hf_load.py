@@ -22,7 +22,7 @@ from distprune.checkpoint.hf_load import load_model
 from distprune.jobs import PruneJob, SampleJob, run_prune_job, run_sample_job
 from tests.architectures import samples
 from tests.hf_models import ARCHITECTURES, make_model, make_tokenizer
-from tests.worlds import ProcessPool, run_threads
+from tests.worlds import run_threads
 
 
 def reference_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
@@ -54,13 +54,12 @@ def test_plain_logits_equal_transformers(tmp_path: Path, architecture: str, tied
 @pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "falcon", "mixtral"])
 @pytest.mark.sampled(3)
-def test_sharded_logits_equal_transformers(
-    tmp_path: Path, pool: ProcessPool, architecture: str, mesh_shape: tuple[int, ...]
-) -> None:
+def test_sharded_logits_equal_transformers(tmp_path: Path, architecture: str, mesh_shape: tuple[int, ...]) -> None:
     folder = make_model(tmp_path, architecture)
     tokens = torch.arange(3, 27).view(2, 12)
     wanted = reference_logits(folder, tokens)
-    for logits, plain, training in pool.run(torch.Size(mesh_shape).numel(), logits_of_rank, folder, tokens, mesh_shape):
+    ranks = run_threads(torch.Size(mesh_shape).numel(), logits_of_rank, folder, tokens, mesh_shape)
+    for logits, plain, training in ranks:
         torch.testing.assert_close(logits, wanted)
         assert plain == []
         assert not training

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import constants
 from typing_extensions import override
 
 from distprune.checkpoint.hf_directory import open_directory
 from distprune.checkpoint.hub import name_of_model, resolve_model
 from tests.hf_models import make_model
-from tests.worlds import ProcessPool, run_threads
+from tests.worlds import run_threads
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -81,20 +83,16 @@ def test_a_directory_wins(cache: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert resolve_model("org/name") == Path("org/name")
 
 
-def resolve_apart(rank: int, folder: Path) -> str:
-    """Ask for a model from this rank's own folder; return what is wrong."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder / str(rank))
-        with pytest.raises(ValueError, match="ranks were called with different arguments") as raised:
-            resolve_model("org/name")
-    return str(raised.value)
+def test_a_directory_that_one_rank_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    exists = os.path.exists
 
+    def one_sees(path: Path) -> bool:
+        return torch.distributed.get_rank() == 1 if str(path) == "org/name" else exists(path)
 
-def test_a_directory_that_one_rank_sees(pool: ProcessPool, tmp_path: Path) -> None:
-    (tmp_path / "0").mkdir()
-    (tmp_path / "1" / "org" / "name").mkdir(parents=True)
-    for error in pool.run(2, resolve_apart, tmp_path):
-        assert error.endswith("exists: false on rank 0; true on rank 1")
+    monkeypatch.setattr(os.path, "exists", one_sees)
+    for error in run_threads(2, lambda _: resolve_model("org/name"), catch=True):
+        assert isinstance(error, ValueError)
+        assert str(error).endswith("exists: false on rank 0; true on rank 1")
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
