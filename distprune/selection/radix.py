@@ -185,7 +185,7 @@ class _LocalElements:
     def __init__(self, competitions: Sequence[Competition], make_sources: Callable[[], Sequence[Source]]) -> None:
         self.competitions, self._make_sources = competitions, make_sources
         self._piles: list[Pile] | None = None
-        self.which = np.ones(len(competitions), dtype=np.bool_)  # the competitions that are counted
+        self.which = np.array([True] * len(competitions))  # the competitions that are counted
         self.have_gone = self.which  # those in which some may be gone
 
     def count(self, digit: Digit, message: torch.Tensor) -> None:
