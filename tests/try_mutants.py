@@ -159,7 +159,8 @@ def _tried(mutants: Sequence[Mutant], tests: _Map, jobs: int) -> Iterator[tuple[
             pid, _ = os.waitpid(-1, os.WNOHANG)
             late = [number for number, (_, _, limit) in running.items() if time.monotonic() > limit]
             for number in late:
-                os.killpg(number, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.killpg(number, signal.SIGKILL)
             if pid == 0:
                 time.sleep(0.05)
                 continue
