@@ -20,6 +20,7 @@ from distprune.collectives.agree import (
     swap_known,
     swap_unknown,
     together,
+    told_by_all,
 )
 from distprune.collectives.base import Communicator, Traffic
 from distprune.collectives.guarded import guarding
@@ -99,6 +100,12 @@ def _check_agreement(comm: Communicator) -> None:
         assert "method" not in str(caught.value)
     assert same_everywhere(comm, "alike", 5 + comm.rank) == (True, 5)  # what the first rank drew
     assert same_everywhere(comm, comm.rank)[0] == (comm.size == 1)
+    halves = [*range(-(-comm.size // 2))]
+    for value, wanted in (("alike", ["alike"]), (comm.rank // 2, halves)):
+        before = comm.traffic.copy()
+        told = told_by_all(comm, partial(str, value))
+        assert [text for _, text in told] == [*map(str, wanted)]
+        assert (comm.traffic - before).num_rounds == (1 if len(wanted) == 1 else 3)
 
 
 def _check_together(comm: Communicator) -> None:

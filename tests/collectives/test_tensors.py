@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from distprune.collectives.communicator import communicator
-from distprune.collectives.tensors import lookup_rows
+from distprune.collectives.tensors import lookup_rows, whole_tensor
 from tests.worlds import run_threads
 
 
@@ -31,3 +33,16 @@ def lookup(rank: int, num_rows: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("num_rows", [1, 2, 4, 7, 9])
 def test_rows_are_looked_up_where_they_are(num_rows: int, dtype: torch.dtype) -> None:
     run_threads(3, lookup, num_rows, dtype)
+
+
+def test_a_whole_tensor_is_counted_where_it_travels() -> None:
+    values = torch.arange(6.0)
+
+    def on_rank(_: int) -> None:
+        comm, mesh = communicator(), init_device_mesh("cpu", (2,))
+        for placement, num_bytes in ((Shard(0), 24), (Replicate(), 0)):
+            before = comm.traffic.copy()
+            assert torch.equal(whole_tensor(comm, distribute_tensor(values, mesh, [placement])), values)
+            assert (comm.traffic - before).num_bytes == num_bytes
+
+    run_threads(2, on_rank)
