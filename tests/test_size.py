@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "distprune"
 LINES = {
     ".": (404, 320),
     "calibration": (2670, 1350),
-    "checkpoint": (1662, 1180),
+    "checkpoint": (1660, 1180),
     "cli": (1310, 410),
     "collectives": (702, 640),
     "jobs": (3390, 1280),

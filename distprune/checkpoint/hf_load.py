@@ -135,19 +135,15 @@ def load_model(
         # As to_empty, but for the buffers that are computed.
         model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))  # type: ignore[no-untyped-call]
         model.tie_weights()  # type: ignore[operator]  # they have been parted
-        _fill(model, directory, regions, progress)
+        work, stored_again = slices_to_read(model, directory, regions)
+        fill_shards(work, progress)
+        for shard, entry, slices in stored_slices(stored_again):
+            for local, stored in slices:
+                if not torch.equal(local, stored.to(local)):
+                    raise different_values(directory.path, shard.name, entry.name)
         directory.check_unchanged()
         model.eval()
     return model
-
-
-def _fill(model: nn.Module, directory: HfDirectory, regions: Regions, progress: Progress) -> None:
-    work, stored_again = slices_to_read(model, directory, regions)
-    fill_shards(work, progress)
-    for shard, entry, slices in stored_slices(stored_again):
-        for target, part in slices:
-            if not torch.equal(target, part.to(target)):
-                raise different_values(directory.path, shard.name, entry.name)
 
 
 def slices_to_read(model: nn.Module, directory: HfDirectory, regions: Regions) -> tuple[list[Stored], list[Stored]]:

@@ -43,15 +43,15 @@ def model_regions(model: Any, shapes: Mapping[str, Sequence[int]], path: Path) -
         name, pattern = loading.rename_source_key(stored, renamings, converters, prefix, state)
         if name not in state and stored in state:
             name, pattern = loading.rename_source_key(stored, [], [], prefix, state)
+        whole = [Region.whole(stored, name, shapes[stored])]
         if name not in state:
             unexpected.append((name, stored))
         elif pattern is None:
-            found[stored] = [Region.whole(stored, name, shapes[stored])]
+            found[stored] = whole
         else:
             if name not in collecting:
                 collecting[name] = copy.deepcopy(converter_of[pattern])
-            whole = Placed(shapes[stored], [Region.whole(stored, name, shapes[stored])])
-            collecting[name].add_tensor(name, stored, pattern, whole)
+            collecting[name].add_tensor(name, stored, pattern, Placed(shapes[stored], whole))
     for first, converter in collecting.items():
         try:
             made = converted(converter, first, state[first].shape, model)
