@@ -14,11 +14,11 @@ the mask.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -67,11 +67,9 @@ def dense_state_dict(model: nn.Module) -> dict[str, Any]:
     return joined(model, model.state_dict())
 
 
-def joined(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def joined(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a ``state_dict`` of ``model`` with plain keys; also if it has been gathered. Local."""
-    found: OrderedDict[str, Any] = OrderedDict(state_dict)
-    if hasattr(state_dict, "_metadata"):
-        found._metadata = state_dict._metadata  # type: ignore[attr-defined]
+    found = copy.copy(state_dict)  # with its _metadata
     names = {hook._tensor_name for module in model.modules() for hook in pruning_hooks(module).values()}
     for key in state_dict:
         plain = key.removesuffix("_orig")
@@ -117,8 +115,7 @@ def take_plain_key(
     if key not in state_dict or f"{key}_orig" in state_dict:
         return
     values, mask = state_dict.pop(key), module.get_buffer(f"{name}_mask")
-    problem = _disagreement(values, module.get_parameter(f"{name}_orig"), mask)
-    if problem:
+    if problem := _disagreement(values, module.get_parameter(f"{name}_orig"), mask):
         errors.append(
             f"{key!r} does not fit the mask of the pruned module: {problem}. Load it before pruning, or give the "
             f"module that mask first: distprune.custom_from_mask(module, {name!r}, {name} != 0)."

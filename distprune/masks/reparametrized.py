@@ -39,9 +39,7 @@ def product(module: nn.Module, name: str) -> torch.Tensor:
     original: torch.Tensor = getattr(module, name + "_orig")
     mask: torch.Tensor = getattr(module, name + "_mask")
     if isinstance(mask, DTensor):
-        if is_laid_out_like(original, mask):
-            return original * mask
-        return original.view_as(original)
+        return original * mask if is_laid_out_like(original, mask) else original.view_as(original)
     if isinstance(original, DTensor):  # sharded after it was pruned, and its mask not yet
         return original * dtensor_like(original, local_mask(original, mask).to(original.dtype))
     return mask.to(dtype=original.dtype) * original

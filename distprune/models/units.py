@@ -131,7 +131,7 @@ def _channels(path: str, module: nn.Module, linears: Sequence[LinearLayer]) -> U
     size = reader.num_in
     is_fused = len(makers) == 1 and makers[0].num_out == 2 * size
     is_made = is_fused or (1 <= len(makers) <= 2 and all(maker.num_out == size for maker in makers))
-    reader_name = _last(reader.name) if reader.expert is None else reader.parameter_name
+    reader_name = reader.name.rpartition(".")[2] if reader.expert is None else reader.parameter_name
     # Where all are square, only names tell which one comes last.
     is_last = reader.num_out != size or any(part in reader_name for part in _READERS)
     if not is_made or not is_last or any(maker.num_in != reader.num_out for maker in makers):
@@ -191,7 +191,7 @@ def _halves(module: Any, size: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _heads(path: str, module: nn.Module, linears: Sequence[LinearLayer], kind: UnitKind) -> Units | None:
     """Return the query heads of an attention, or its KV groups, which are the same where each has one query head."""
     size = head_dim(module)
-    by_name = {_last(linear.name): linear for linear in linears}
+    by_name = {linear.name.rpartition(".")[2]: linear for linear in linears}
     letters = {name[0]: linear for name, linear in by_name.items()}
     known = {name for name in by_name if name[0] in "qkv"}
     others = [linear for name, linear in by_name.items() if name not in known]
@@ -291,7 +291,3 @@ def _number(modules: Sequence[nn.Module], names: Sequence[str], default: int) ->
     """Return the first int that one of ``modules`` has under one of ``names``."""
     found = (getattr(module, name, None) for module in modules for name in names)
     return next((number for number in found if isinstance(number, int)), default)
-
-
-def _last(path: str) -> str:
-    return path.rpartition(".")[2]
