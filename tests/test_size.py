@@ -21,7 +21,7 @@ LINES = {
     "masks": (495, 470),
     "models": (911, 690),
     "oneshot": (2860, 1440),
-    "patterns": (1555, 690),
+    "patterns": (1552, 690),
     "pruning": (1445, 960),
     "removal": (1740, 1160),
     "scores": (420, 350),

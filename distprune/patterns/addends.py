@@ -220,9 +220,11 @@ class Competitors:
         return stays.numpy()
 
 
-def empty_table(num: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return the table of units to whose sums nothing was added yet."""
-    return torch.zeros((NUM_ROWS, num), dtype=torch.int64, device=device)
+def empty_table(score: Score, num: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return the table of ``num`` units to which nothing was added yet."""
+    table = torch.zeros((NUM_ROWS, num), dtype=torch.int64, device=device)
+    table[SUM] = 0 if score.combined_by == "sum" else VALUES.first
+    return table
 
 
 def thresholds_of(keys: list[float | int | None], score: Score, grid: Grid | None) -> list[float | int | None]:

@@ -166,7 +166,6 @@ class _LocalSums:
         self.competing = Competing(ranked, scope, [numel // size**2 for numel in ranked.numels])
         self.cut = CutBands(ranked.comm, ranked.roster)
         self.grid: Grid | None = None
-        self._cut_tables: dict[int, torch.Tensor] = {}
 
     def of(self, scores: LocalScores) -> LocalBlocks:
         """Return the blocks of one of this rank's shards, or of a piece of one."""
@@ -181,23 +180,30 @@ class _LocalSums:
     def _units(self, numbers: IntArray, table: torch.Tensor) -> Competitors:
         return Competitors.of(self.competing, [self._size**2] * len(self._ranked.numels), numbers, table)
 
-    @cached_property
+    @property
     def here(self) -> Competitors:
         """The blocks of which this rank holds a part, by what it adds to them."""
-        numbers, tables = [], []
+        return self._sums[0]
+
+    @cached_property
+    def _sums(self) -> tuple[Competitors, dict[int, torch.Tensor]]:
+        """The blocks that are :attr:`here`, and by member the table of those that are cut."""
+        score, numbers, tables = self._ranked.score, [], []
         for member, scores in self._scores.items():
             blocks = self.of(scores)
-            table = empty_table(len(blocks.numbers), scores.device)
+            table = empty_table(score, len(blocks.numbers), scores.device)
             for rectangle in blocks.rectangles(scores.device):
-                added = empty_table(rectangle.places.size, scores.device)
+                added = empty_table(score, rectangle.places.size, scores.device)
                 add(scores, added, rectangle.at, rectangle.added_up, self.grid, member)
                 table[:, rectangle.where(scores.device)] += added
             numbers.append(blocks.numbers + self.competing.firsts[member])
             tables.append(table)
         tables = fetched(tables)
-        for (member, scores), table in zip(self._scores.items(), tables, strict=True):
-            self._cut_tables[member] = table[:, torch.from_numpy(self.of(scores).are_cut)]
-        return self._units(_joined(numbers), torch.cat([empty_table(0), *tables], 1))
+        cut = {
+            member: table[:, torch.from_numpy(self.of(scores).are_cut)]
+            for (member, scores), table in zip(self._scores.items(), tables, strict=True)
+        }
+        return self._units(_joined(numbers), torch.cat([empty_table(score, 0), *tables], 1)), cut
 
     @cached_property
     def _are_cut(self) -> BoolArray:
@@ -208,10 +214,10 @@ class _LocalSums:
     def _told(self) -> tuple[Competitors, list[tuple[int, IntArray]]]:
         """The cut blocks whose home is here; and, of what each rank told, the member and where they are among these."""
         told = [(member, *of_rank) for member, of_ranks in self.cut.told().items() for of_rank in of_ranks]
-        each = [numbers + self.competing.firsts[member] for member, numbers, _ in told]
-        numbers, places = np.unique(_joined(each), return_inverse=True)
-        parts = np.split(places, np.cumsum([len(part) for part in each])[:-1]) if told else []
-        table = empty_table(len(numbers))
+        numbers_told = [numbers + self.competing.firsts[member] for member, numbers, _ in told]
+        numbers, places = np.unique(_joined(numbers_told), return_inverse=True)
+        parts = np.split(places, np.cumsum([len(part) for part in numbers_told])[:-1]) if told else []
+        table = empty_table(self._ranked.score, len(numbers))
         for place, (*_, values) in zip(parts, told, strict=True):
             if values is not None:
                 table.index_add_(1, torch.from_numpy(place), torch.from_numpy(values.reshape(len(place), -1).T))
@@ -228,8 +234,7 @@ class _LocalSums:
         """Return what this rank holds of the cut blocks of ``member``."""
         if member not in self._scores or not (blocks := self.of(self._scores[member])).are_cut.any():
             return None
-        self.here  # noqa: B018  # which sums them
-        numbers, values = blocks.numbers[blocks.are_cut], self._cut_tables[member].T
+        numbers, values = blocks.numbers[blocks.are_cut], self._sums[1][member].T
 
         def items(low: int, high: int) -> tuple[IntArray, torch.Tensor | None]:
             some = slice(*np.searchsorted(numbers, [low, high]).tolist())
@@ -240,10 +245,10 @@ class _LocalSums:
     def decide_cut(self, selection: Selection) -> dict[int, list[BoolArray]]:
         """Return what stays of the cut blocks that ranks told this one of."""
         sums, parts = self._told
-        stays, found = sums.stays(selection), defaultdict[int, list[BoolArray]](list)
+        stays, answers = sums.stays(selection), defaultdict[int, list[BoolArray]](list)
         for member, places in parts:
-            found[member].append(stays[places])
-        return found
+            answers[member].append(stays[places])
+        return answers
 
     def stays(self, selection: Selection, answers: Mapping[int, Sequence[Answer]]) -> torch.Tensor:
         """Return which of the blocks stay of which this rank holds a part, bool."""

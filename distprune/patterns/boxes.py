@@ -37,12 +37,12 @@ def local_matrices(geometry: Geometry, matrix: Matrix) -> list[tuple[int, LocalM
     if whole is not None:
         return [(0, whole)]
     sizes = (matrix.num_in, matrix.num_out) if matrix.transposed else (matrix.num_out, matrix.num_in)
-    shape, found, begin = (matrix.num_matrices, *sizes), list[tuple[int, LocalMatrix]](), 0
+    shape, parts, begin = (matrix.num_matrices, *sizes), list[tuple[int, LocalMatrix]](), 0
     for start, stop in geometry.dim_runs[0]:
         for box in boxes(start, stop, shape):
             part = Geometry(shape, tuple((bounds,) for bounds in box))
             local = LocalMatrix.of(part, matrix)
             assert local is not None
-            found.append((begin, local))
+            parts.append((begin, local))
             begin += part.local_numel
-    return found
+    return parts

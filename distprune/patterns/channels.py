@@ -21,7 +21,6 @@ from distprune.patterns.addends import (
     NUM_ROWS,
     SUM,
     SUMS,
-    VALUES,
     Competitors,
     Grid,
     add,
@@ -34,7 +33,7 @@ from distprune.patterns.addends import (
 from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares, check_share
 from distprune.patterns.boxes import boxes
 from distprune.patterns.census import Competing, take_census
-from distprune.scores.base import LocalScores, Score
+from distprune.scores.base import LocalScores
 from distprune.selection.radix import select_lowest
 from distprune.shards.device import chunk_size, fetched, sent
 from distprune.shards.geometry import Runs
@@ -122,7 +121,7 @@ class Channels(Pattern):
         @cache
         def own_table() -> torch.Tensor:
             """What this rank owns of the channels of all members."""
-            table = _empty(score, firsts[-1], torch.device("cpu"))
+            table = empty_table(score, firsts[-1])
             parts = fetched([self._table(scores, grid, member) for member, scores in ranked.owned.items()])
             for (member, scores), of_part in zip(ranked.owned.items(), parts, strict=True):
                 first = 0
@@ -172,7 +171,7 @@ class Channels(Pattern):
 
     def _table(self, scores: LocalScores, grid: Grid | None, member: int) -> torch.Tensor:
         """Return what a shard's elements add to the channels that it holds a part of, on its device."""
-        table = _empty(scores.score, sum(stop - start for start, stop in self._runs(scores.shard)), scores.device)
+        table = empty_table(scores.score, sum(stop - start for start, stop in self._runs(scores.shard)), scores.device)
         for at, channels, shape in self._pieces(scores.shard):
             add(scores, table[:, channels], at, partial(_added_up, shape), grid, member)
         return table
@@ -195,14 +194,6 @@ class Channels(Pattern):
                 at = slice(passed, passed + before * num * after)
                 yield at, slice(*box[1]), (before, num, after)
                 passed = at.stop
-
-
-def _empty(score: Score, num: int, device: torch.device) -> torch.Tensor:
-    """Return the table of ``num`` channels without elements."""
-    table = empty_table(num, device)
-    if score.combined_by != "sum":
-        table[SUM] = VALUES.first
-    return table
 
 
 def _fill(table: Callable[[], torch.Tensor], at: tuple[slice, slice], words: torch.Tensor) -> None:

@@ -59,8 +59,8 @@ class Rectangle:
         rows = (values.to(torch.int64) - offset).view(len(lines), len(columns))
         num, across = self.places.shape
         sums = torch.zeros((num, len(columns)), dtype=torch.int64, device=device).index_add_(0, lines, rows)
-        found = torch.zeros((num, across), dtype=torch.int64, device=device)
-        return found.index_add_(1, columns, sums).view(-1)
+        total = torch.zeros((num, across), dtype=torch.int64, device=device)
+        return total.index_add_(1, columns, sums).view(-1)
 
     def spread(self, stays: torch.Tensor, out: torch.Tensor) -> None:
         """Write what ``stays`` of all blocks, bool, into ``out``, of the elements."""

@@ -43,12 +43,12 @@ class LocalUnits:
 
     def cut_between(self, low: int, high: int, device: torch.device) -> tuple[IntArray, slice | torch.Tensor]:
         """Return the elements in cut units of rows ``low`` to ``high``: numbers, ascending, and local offsets."""
-        found = [np.empty((2, 0), dtype=np.int64)]
+        parts = [np.empty((2, 0), dtype=np.int64)]
         for begin, local, _, cut in self._parts:
             rows = np.arange(*np.searchsorted(local.rows, [low, high]).tolist())
             numbers = local.rows[rows, None] * self._num_in + local.columns[cut]
-            found.append(np.stack([numbers.reshape(-1), begin + local.offsets(rows, cut).reshape(-1)]))
-        numbers, offsets = np.concatenate(found, 1)
+            parts.append(np.stack([numbers.reshape(-1), begin + local.offsets(rows, cut).reshape(-1)]))
+        numbers, offsets = np.concatenate(parts, 1)
         order = np.argsort(numbers, kind="stable")
         numbers, offsets = numbers[order], offsets[order]
         if len(offsets) and (np.diff(offsets) == 1).all():

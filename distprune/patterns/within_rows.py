@@ -180,7 +180,7 @@ class _UnitRules:
 
     def _decide_told(self, cut: CutBands) -> dict[int, list[BoolArray]]:
         """Return what stays of what ranks told, which are all parts of some cut units, by member. Local."""
-        found = {}
+        answers = {}
         for member, told in cut.told().items():
             name, length = self._scores[member].shard.name, self._length(self._scores[member])
             pattern, order = self._rules[name]
@@ -197,8 +197,8 @@ class _UnitRules:
             if (num_told != length).any():
                 raise ValueError(f"ranks do not hold all of the groups or rows of {name!r} that they hold parts of")
             stays = self._keep(pattern, order, torch.from_numpy(keys)).numpy().reshape(-1)
-            found[member] = [stays[place] for place in places]
-        return found
+            answers[member] = [stays[place] for place in places]
+        return answers
 
     def _keys(
         self, scores: LocalScores, at: slice | torch.Tensor, counts: torch.Tensor, memory: torch.Tensor | None = None
@@ -275,7 +275,7 @@ class _UnitRules:
         for scores, out in dense:
             if on_host(scores.device) and len(out) <= SMALL and not self._ranked.regrows:
                 kinds[*self._rules[scores.shard.name], self._length(scores)].append((scores, out))
-        found = {}
+        counts_of = {}
         for (pattern, order, length), small in kinds.items():
             for which in batches(range(len(small)), [len(out) for _, out in small]):
                 batch = [small[i] for i in which]
@@ -289,8 +289,8 @@ class _UnitRules:
                     batch, torch.split(stays, numels), torch.from_numpy(counts), strict=True
                 ):
                     out.copy_(part)
-                    found[scores.shard.name] = nums
-        return found
+                    counts_of[scores.shard.name] = nums
+        return counts_of
 
 
 def _no_counts(scores: LocalScores) -> torch.Tensor:
