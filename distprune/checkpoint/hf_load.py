@@ -126,14 +126,14 @@ def load_model(
     with together(comm):
         model, regions = build_on_meta(directory, dtype)
         compute_buffers(model)
+        model._apply(lambda t: t if t.is_meta else t.to(device))  # type: ignore[no-untyped-call]
         if mesh is not None:
             precision = MixedPrecisionPolicy(compute_dtype, None if compute_dtype is None else torch.float32)
             for _, block in decoder_blocks(model):
                 fully_shard(block, mesh=mesh, mp_policy=precision)
             # By default torch leaves the root's own parameters whole after a forward; ours are shards at any time.
             fully_shard(model, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
-        # As to_empty, but for the buffers that are computed.
-        model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))  # type: ignore[no-untyped-call]
+        model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)  # type: ignore[no-untyped-call]
         model.tie_weights()  # type: ignore[operator]  # they have been parted
         work, stored_again = slices_to_read(model, directory, regions)
         fill_shards(work, progress)
