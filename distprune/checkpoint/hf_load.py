@@ -153,8 +153,7 @@ def slices_to_read(model: nn.Module, directory: HfDirectory, regions: Regions) -
     """
     state, held = model.state_dict(keep_vars=True), directory.tensors
     by_name = regions_by_name(regions.values())
-    work: list[Stored] = []
-    stored_again: list[Stored] = []
+    work, stored_again = list[Stored](), list[Stored]()
     for aliases in names_by_tensor(state):
         shard = local_shard(aliases[0], state[aliases[0]])
         first, *others = [

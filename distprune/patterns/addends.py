@@ -117,9 +117,8 @@ def agree_on_grid(ranked: Ranked, sizes: Sequence[int], *, together: bool) -> Gr
     def fill(words: torch.Tensor) -> None:
         largest = dict(zip(ranked.owned, map(float, fetched([*map(_largest, ranked.owned.values())])), strict=True))
         odd = [member for member, size in largest.items() if not math.isfinite(size)]
-        for member, numbers in zip(
-            odd, fetched([_largest_finite(ranked.owned[member]) for member in odd]), strict=True
-        ):
+        finite = fetched([_largest_finite(ranked.owned[member]) for member in odd])
+        for member, numbers in zip(odd, finite, strict=True):
             largest[member], num = numbers.tolist()
             words[-1] = 1.0
             if num:
@@ -176,18 +175,21 @@ class Competitors:
         """
         ranked, keys, bounds = competing.ranked, table[SUM].clone(), np.searchsorted(numbers, competing.firsts)
         if ranked.score.scores_units:
-            for i, (low, high) in enumerate(itertools.pairwise(bounds.tolist())):
-                if low < high:
+            step = -(-chunk_size(keys.device) // 4)
+            for i, (first, last) in enumerate(itertools.pairwise(bounds.tolist())):
+                for low in range(first, last, step):
+                    high = min(low + step, last)
                     within = torch.from_numpy(numbers[low:high] - competing.firsts[i])
                     keys[low:high] = ranked.score.of_units(ranked.roster.members[i].name, within)
-        elif ranked.score.combined_by == "sum":
+        elif ranked.score.combined_by == "sum" and len(table) > NUM_INFINITE:
             keys.masked_fill_(table[NUM_INFINITE] > 0, SUMS.last).masked_fill_(table[NUM_INFINITE] < 0, SUMS.first)
         if ranked.score.descending or ranked.score.combined_by == "min":
             keys.neg_()
-        are_gone = table[NUM_GONE] == torch.from_numpy(np.repeat(sizes, np.diff(bounds)))
-        return Competitors(
-            competing, numbers, keys if ranked.regrows else keys.masked_fill_(are_gone, SUMS.gone), are_gone
-        )
+        all_alike = len({*sizes}) == 1
+        are_gone = table[NUM_GONE] == (sizes[0] if all_alike else torch.from_numpy(np.repeat(sizes, np.diff(bounds))))
+        if not ranked.regrows:
+            keys.masked_fill_(are_gone, SUMS.gone)
+        return Competitors(competing, numbers, keys, are_gone)
 
     def those(self, which: BoolArray) -> Competitors:
         """Return some of them."""
@@ -198,8 +200,8 @@ class Competitors:
 
     def num_gone(self) -> torch.Tensor:
         """Return how many are gone, by member."""
-        nums = np.diff(np.searchsorted(self.numbers, self.competing.firsts)).tolist()
-        return torch.stack([part.sum() for part in torch.split(self.are_gone, nums)])
+        bounds = np.searchsorted(self.numbers, self.competing.firsts)
+        return torch.stack([part.sum() for part in torch.split(self.are_gone, np.diff(bounds).tolist())])
 
     @cached_property
     def sources(self) -> list[Source]:
@@ -220,9 +222,10 @@ class Competitors:
         return stays.numpy()
 
 
-def empty_table(score: Score, num: int, device: torch.device | str = "cpu") -> torch.Tensor:
+def empty_table(score: Score, num: int, grid: Grid | None, device: torch.device | str = "cpu") -> torch.Tensor:
     """Return the table of ``num`` units to which nothing was added yet."""
-    table = torch.zeros((NUM_ROWS, num), dtype=torch.int64, device=device)
+    num_rows = NUM_ROWS if grid is not None and grid.is_odd else NUM_INFINITE
+    table = torch.zeros((num_rows, num), dtype=torch.int64, device=device)
     table[SUM] = 0 if score.combined_by == "sum" else VALUES.first
     return table
 

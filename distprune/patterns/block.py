@@ -97,11 +97,11 @@ class Block(Pattern):
         """Every rank must call it. Rounds: one for the census, one for the grid, and those of ``select_lowest``.
 
         The grid takes 8 bytes a parameter; random scores need none. One more round counts the blocks that are left, if
-        shares are of what is left and something is gone. Three more where shard edges cut blocks (see ``CutBands``): 24
-        bytes for each cut block, 16 for each run of their numbers, and one bit a block back. Blocks of one weight
-        compete as weights do: then there is no grid.
+        shares are of what is left and something is gone. Three more where shard edges cut blocks (see ``CutBands``): 16
+        bytes for each cut block, 24 if scores are infinite, 16 for each run of their numbers, and one bit a block back.
+        Blocks of one weight compete as weights do: then there is no grid.
 
-        Sums are kept: 25 bytes a block, and up to 50 more before there are masks.
+        Sums are kept: 25 bytes a block, and up to 33 more before there are masks.
         """
         score, members = ranked.score, ranked.roster.members
         if score.combined_by != "sum":
@@ -118,8 +118,7 @@ class Block(Pattern):
         if is_of_one and not any(num_cut):
             return choose_elements(ranked, self.sparsity, self.scope, gone_before, " (blocks)")
         if not score.scores_units:
-            sizes = [self.size**2] * len(members)
-            blocks.grid = agree_on_grid(ranked, sizes, together=self.scope == "global")
+            blocks.grid = agree_on_grid(ranked, [self.size**2] * len(members), together=self.scope == "global")
         if any(num_cut):
             blocks.cut.bring(range(len(members)), blocks.cut_part)
         num_gone = [0] * len(members)
@@ -191,9 +190,9 @@ class _LocalSums:
         score, numbers, tables = self._ranked.score, [], []
         for member, scores in self._scores.items():
             blocks = self.of(scores)
-            table = empty_table(score, len(blocks.numbers), scores.device)
+            table = empty_table(score, len(blocks.numbers), self.grid, scores.device)
             for rectangle in blocks.rectangles(scores.device):
-                added = empty_table(score, rectangle.places.size, scores.device)
+                added = empty_table(score, rectangle.places.size, self.grid, scores.device)
                 add(scores, added, rectangle.at, rectangle.added_up, self.grid, member)
                 table[:, rectangle.where(scores.device)] += added
             numbers.append(blocks.numbers + self.competing.firsts[member])
@@ -203,12 +202,12 @@ class _LocalSums:
             member: table[:, torch.from_numpy(self.of(scores).are_cut)]
             for (member, scores), table in zip(self._scores.items(), tables, strict=True)
         }
-        return self._units(_joined(numbers), torch.cat([empty_table(score, 0), *tables], 1)), cut
+        joined = tables[0] if len(tables) == 1 else torch.cat([empty_table(score, 0, self.grid), *tables], 1)
+        return self._units(_joined(numbers), joined), cut
 
     @cached_property
     def _are_cut(self) -> BoolArray:
-        are_cut: BoolArray = _joined([self.of(scores).are_cut for scores in self._scores.values()]).astype(np.bool_)
-        return are_cut
+        return np.asarray(_joined([self.of(scores).are_cut for scores in self._scores.values()]), dtype=np.bool_)
 
     @cached_property
     def _told(self) -> tuple[Competitors, list[tuple[int, IntArray]]]:
@@ -217,7 +216,7 @@ class _LocalSums:
         numbers_told = [numbers + self.competing.firsts[member] for member, numbers, _ in told]
         numbers, places = np.unique(_joined(numbers_told), return_inverse=True)
         parts = np.split(places, np.cumsum([len(part) for part in numbers_told])[:-1]) if told else []
-        table = empty_table(self._ranked.score, len(numbers))
+        table = empty_table(self._ranked.score, len(numbers), self.grid)
         for place, (*_, values) in zip(parts, told, strict=True):
             if values is not None:
                 table.index_add_(1, torch.from_numpy(place), torch.from_numpy(values.reshape(len(place), -1).T))

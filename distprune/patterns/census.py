@@ -49,14 +49,8 @@ def take_census(
     none, num_counts = [0] * len(ranked.numels), counts_gone + (num_cut is not None)
     if not num_counts and {1}.issuperset(ranked.roster.num_copies):
         return none, none
-    counts = check_parts(
-        ranked.comm,
-        ranked.roster,
-        lambda: [scores.shard for scores in ranked.scores],
-        lambda: [scores.reads for scores in ranked.scores],
-        num_counts,
-        count,
-    ).T.tolist()
+    shards, reads = (lambda: [each.shard for each in ranked.scores]), (lambda: [each.reads for each in ranked.scores])
+    counts = check_parts(ranked.comm, ranked.roster, shards, reads, num_counts, count).T.tolist()
     return counts[0] if counts_gone else none, none if num_cut is None else counts[-1]
 
 

@@ -114,14 +114,12 @@ class Channels(Pattern):
         competing = Competing(ranked, self.scope, nums)
         firsts = competing.firsts
 
-        grid = None
-        if not score.scores_units:
-            grid = agree_on_grid(ranked, sizes, together=self.scope == "global")
+        grid = None if score.scores_units else agree_on_grid(ranked, sizes, together=self.scope == "global")
 
         @cache
         def own_table() -> torch.Tensor:
             """What this rank owns of the channels of all members."""
-            table = empty_table(score, firsts[-1])
+            table = empty_table(score, firsts[-1], grid)
             parts = fetched([self._table(scores, grid, member) for member, scores in ranked.owned.items()])
             for (member, scores), of_part in zip(ranked.owned.items(), parts, strict=True):
                 first = 0
@@ -143,7 +141,8 @@ class Channels(Pattern):
             for first in range(0, firsts[-1], _WORDS // num):
                 at = rows, slice(first, min(first + _WORDS // num, firsts[-1]))
                 shape = num, at[1].stop - first
-                messages.append((at, reduce(ranked.comm, shape, partial(_fill, own_table, at))))
+                message = reduce(ranked.comm, shape, lambda words, at=at: words.copy_(own_table()[at]))  # type: ignore[misc]
+                messages.append((at, message))
 
         with together(ranked.comm):
             table = own_table()
@@ -171,7 +170,8 @@ class Channels(Pattern):
 
     def _table(self, scores: LocalScores, grid: Grid | None, member: int) -> torch.Tensor:
         """Return what a shard's elements add to the channels that it holds a part of, on its device."""
-        table = empty_table(scores.score, sum(stop - start for start, stop in self._runs(scores.shard)), scores.device)
+        num = sum(stop - start for start, stop in self._runs(scores.shard))
+        table = empty_table(scores.score, num, grid, scores.device)
         for at, channels, shape in self._pieces(scores.shard):
             add(scores, table[:, channels], at, partial(_added_up, shape), grid, member)
         return table
@@ -194,10 +194,6 @@ class Channels(Pattern):
                 at = slice(passed, passed + before * num * after)
                 yield at, slice(*box[1]), (before, num, after)
                 passed = at.stop
-
-
-def _fill(table: Callable[[], torch.Tensor], at: tuple[slice, slice], words: torch.Tensor) -> None:
-    words.copy_(table()[at])
 
 
 def _added_up(shape: tuple[int, int, int], values: torch.Tensor, offset: int | None) -> torch.Tensor:

@@ -88,9 +88,11 @@ class LocalBlocks:
             self._parts.append((begin, lines, columns))
             numbers.append(_numbers(line_bands, column_bands, matrix, size).reshape(-1))
             nums.append(np.outer(np.bincount(lines), np.bincount(columns)).reshape(-1))
-        self.numbers, places = np.unique(np.concatenate(numbers), return_inverse=True)
-        self._places = None if (np.diff(places) == 1).all() else places  # where they follow each other, from 0 on
-        self.are_cut = np.bincount(places, np.concatenate(nums), len(self.numbers)) < size**2
+        self.numbers, self._places, filled = np.concatenate(numbers), None, np.concatenate(nums)
+        if not (np.diff(self.numbers) > 0).all():
+            self.numbers, self._places = np.unique(self.numbers, return_inverse=True)
+            filled = np.bincount(self._places, filled, len(self.numbers))
+        self.are_cut = filled < size**2
 
     def rectangles(self, device: torch.device) -> Iterator[Rectangle]:
         """Yield all elements, some line bands at a time."""

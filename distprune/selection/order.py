@@ -64,7 +64,10 @@ class Order:
         return numbers - numbers.dtype.type(self.gone % (1 << 8 * keys.itemsize)) if self.gone else numbers
 
     def keys(self, values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the keys of ``values``: new, in ``out``, or integers as they are. A NaN's is above ``last``."""
+        """Return the keys of ``values``: new, in ``out`` if it has room, or integers as they are.
+
+        A NaN's is above ``last``.
+        """
         values = values.to(self.value_dtype)
         if not self.has_nans:
             if on_host(values.device) and (not values.numel() or values.numpy().min() >= self.first):
@@ -72,7 +75,7 @@ class Order:
             return values.clamp(min=self.first)
         bits, magnitude = values.contiguous().view(self.key_dtype), torch.iinfo(self.key_dtype).max
         if self.ordered_by == "magnitude":
-            if out is None:
+            if out is None or len(out) < len(bits):
                 return bits & magnitude
             out = out[: len(bits)]
             if on_host(bits.device):  # half of what torch takes

@@ -380,6 +380,6 @@ def test_blocks() -> None:
     whole, cut = traffic(Block(4, 0.5), 0, 48), traffic(Block(4, 0.5), 1, 52)
     assert cut[0] == whole[0] + 3
     assert whole[0] == 1 + 1 + 1 + 4 + 1
-    # 8 bytes to each of two ranks and homes, what is told of one parameter, three numbers of 16 cut blocks, which
+    # 8 bytes to each of two ranks and homes, what is told of one parameter, two numbers of 16 cut blocks, which
     # are a run each, a byte of answers from each home, and two words that say whether all went well.
-    assert cut[1] - whole[1] == 16 + 2 * (8 + 24) + 16 * (24 + 16) + 2 + 16
+    assert cut[1] - whole[1] == 16 + 2 * (8 + 24) + 16 * (16 + 16) + 2 + 16
