@@ -6,9 +6,9 @@ scores the lowest index is pruned first, -0.0 equals 0.0, infinities are ordinar
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -38,16 +38,13 @@ def keep_highest_per_group(scores: torch.Tensor, n: int, m: int, out: torch.Tens
     if num_columns % m:
         raise ValueError(f"{n}:{m} needs a number of columns that {m} divides, not {num_columns}")
 
-    def paired(rows: torch.Tensor, keep: torch.Tensor, _: slice) -> None:
-        groups: tuple[Any, Any] = rows.view(-1, m), keep.view(-1, m)
-        if on_host(rows.device):
-            groups = groups[0].numpy(), groups[1].numpy()
-        _keep_by_pairs(groups[0], groups[1], n)
+    def keep_rows(rows: torch.Tensor, keep: torch.Tensor, _: slice) -> None:
+        if m <= _MAX_PAIRED:
+            _keep_by_pairs(rows, n, m, keep)
+        else:
+            _keep_by_sorting(rows.view(-1, m), m - n, keep.view(-1, m))
 
-    def sorted_(rows: torch.Tensor, keep: torch.Tensor, _: slice) -> None:
-        _keep_by_sorting(rows.view(-1, m), m - n, keep.view(-1, m))
-
-    return _by_rows(scores, out, paired if m <= _MAX_PAIRED else sorted_)
+    return _by_rows(scores, out, keep_rows)
 
 
 def keep_highest_per_row(
@@ -95,26 +92,34 @@ def _check_2d(scores: torch.Tensor) -> None:
         raise ValueError(f"scores must be 2-D, (rows, columns), not {scores.shape=}")
 
 
-def _keep_by_pairs(groups: Any, keep: Any, n: int) -> None:
-    """Write which ``n`` stay of each of ``groups`` (groups, m) into ``keep``: arrays, or tensors on a device.
+def _keep_by_pairs(rows: torch.Tensor, n: int, m: int, keep: torch.Tensor) -> None:
+    """Write which ``n`` stay of every ``m`` of ``rows`` (contiguous) into ``keep``.
 
-    The places of all groups that are compared lie side by side.
+    Each score is compared with the one ``distance`` behind it, for all at once: so memory is read in its order.
     """
-    num, m = groups.shape
-    places: Any
-    beaten: Any
-    if isinstance(groups, np.ndarray):
-        int8: Any = np.int8
-        places, beaten = np.ascontiguousarray(groups.T), np.zeros((m, num), int8)
-    else:
-        int8 = torch.int8
-        places, beaten = groups.t().contiguous(), torch.zeros((m, num), dtype=int8, device=groups.device)
-    for first, second in itertools.combinations(range(m), 2):
-        goes_first = (places[first] <= places[second]).view(int8)  # of equals the lower index
-        beaten[second] += goes_first
-        beaten[first] -= goes_first
-    for i in range(m):
-        keep[:, i] = beaten[i] > i - n
+    int8: Any = torch.int8
+    tensors: Any = rows.view(-1), keep.view(-1), _pairs(m, max(1, chunk_size(rows.device) // m), rows.device)
+    if on_host(rows.device):
+        int8, tensors = np.int8, [tensor.numpy() for tensor in tensors]
+    all_scores, stays, all_pairs = tensors
+    for start in range(0, len(all_scores), all_pairs.shape[1]):
+        scores = all_scores[start : start + all_pairs.shape[1]]
+        pairs = all_pairs[:, : len(scores)]
+        ranks = pairs[0] + 0  # all behind it go later, unless they come before it
+        for distance in range(1, m):
+            goes_first = (scores[:-distance] <= scores[distance:]).view(int8)  # of equals the lower index
+            goes_first &= pairs[distance, :-distance]
+            ranks[distance:] += goes_first
+            ranks[:-distance] -= goes_first
+        stays[start : start + len(scores)] = ranks >= m - n
+
+
+@lru_cache(8)
+def _pairs(m: int, num: int, device: torch.device) -> torch.Tensor:
+    """Return, of scores in ``num`` groups of ``m``, how many of its group are behind each; then, for every distance
+    from 1 to ``m`` - 1, whether the one so far behind it is in its group: int8, (m, num * m)."""
+    behind = torch.arange(m - 1, -1, -1, dtype=torch.int8, device=device).repeat(num)
+    return torch.stack([behind, *((behind >= distance).to(torch.int8) for distance in range(1, m))])
 
 
 def _count_by_row(flags: Array) -> Array:
