@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from distprune import Block, NByM, PerRow, Unstructured
+from distprune import Block, Channels, NByM, PerRow, Unstructured
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.find_shards import count_parameters
 from distprune.models.linear_layers import linear_layers
@@ -40,6 +40,13 @@ def test_patterns_refuse_nonsense() -> None:
             NByM(n, m)
     with pytest.raises(TypeError, match="m must be an int"):
         NByM(2, 4.0)  # type: ignore[arg-type]
+    for number in (4.0, True, "4"):
+        with pytest.raises(TypeError, match="size must be an int"):
+            Block(number, 0.5)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="dim must be an int"):
+            Channels(0.5, number)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="size=0 is less than 1"):
+        Block(0, 0.5)
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -78,7 +78,7 @@ LATER: list[Mistake] = [  # 4 elements are left
     (lambda p, m: p.random_structured(m, "weight", 5, 0), ValueError, "5.* [1-4] .*weight"),
     (lambda p, m: p.global_unstructured([(m, "weight")], p.L1Unstructured, amount=5), ValueError, "5.* 4 "),
     (lambda _, m: UnknownType.apply(m, "weight"), ValueError, "wonder"),
-    (lambda _, m: NoDim.apply(m, "weight"), AttributeError, "dim"),
+    (lambda _, m: NoDim.apply(m, "weight"), AttributeError, "need to have the attribute `dim`"),
 ]
 OURS: list[Mistake] = [  # what PyTorch allows, or raises otherwise
     (lambda p, m: p.l1_unstructured(m, "weight", True), TypeError, "True"),
