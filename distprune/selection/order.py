@@ -7,6 +7,7 @@ are what is counted, compared and sent; scores are not looked at again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -48,8 +49,9 @@ class Order:
         has_nans = self.value_dtype.is_floating_point
         key_dtype = _INTEGER_OF_SIZE[self.value_dtype.itemsize] if has_nans else self.value_dtype
         most = last = torch.iinfo(key_dtype).max
-        if has_nans:
-            last = int(torch.tensor(torch.inf, dtype=self.value_dtype, device="cpu").view(key_dtype))
+        if has_nans:  # infinity has every bit of the exponent and none of the fraction
+            fraction = -int(math.log2(torch.finfo(self.value_dtype).eps))  # in bits
+            last = most >> fraction << fraction
         if self.ordered_by == "magnitude":
             first = int(self.zeros_gone)
         else:

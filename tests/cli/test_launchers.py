@@ -224,7 +224,6 @@ def test_threads_are_scheduled_as_a_batch_unless_the_user_said_otherwise(chosen:
 
 
 @pytest.mark.parametrize("chosen", [None, only_whole("0")])
-@pytest.mark.whole
 def test_large_tensors_of_ranks_are_in_huge_pages_unless_the_user_said_otherwise(chosen: str | None) -> None:
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not setting.exists() or "[madvise]" not in setting.read_text():
