@@ -7,7 +7,6 @@ are what is counted, compared and sent; scores are not looked at again.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -50,8 +49,7 @@ class Order:
         key_dtype = _INTEGER_OF_SIZE[self.value_dtype.itemsize] if has_nans else self.value_dtype
         most = last = torch.iinfo(key_dtype).max
         if has_nans:  # infinity has every bit of the exponent and none of the fraction
-            fraction = -int(math.log2(torch.finfo(self.value_dtype).eps))  # in bits
-            last = most >> fraction << fraction
+            last = most + 1 - int(1 / torch.finfo(self.value_dtype).eps)
         if self.ordered_by == "magnitude":
             first = int(self.zeros_gone)
         else:
