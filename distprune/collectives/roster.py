@@ -93,9 +93,8 @@ def roster_of_all(comm: Communicator, members: Sequence[Member], *, on_gpu: bool
     """
     told = each_different(comm, [dataclasses.astuple(member) for member in members])
     # From here on every rank works on the same lists, so every rank raises the same error.
-    stated: dict[
-        str, list[tuple[int, Member]]
-    ] = {}  # by name: the numbers of the lists that have it, and what they say
+    # By name: the numbers of the lists that have it, and what they say.
+    stated: dict[str, list[tuple[int, Member]]] = {}
     names = []
     for i, (ranks, entries) in enumerate(told):
         listed = [

@@ -28,7 +28,7 @@ from distprune.kernels.available import has_kernels
 from distprune.scores.base import LocalScores, Score
 from distprune.selection.order import Order, common_order
 from distprune.shards.device import on_host, own_settings
-from distprune.shards.local_shard import no_values
+from distprune.shards.local_shard import LocalShard, no_values
 from distprune.shards.matrix import Matrix
 
 Scope = Literal["global", "tensor"]
@@ -62,15 +62,24 @@ class Ranked:
                 raise no_values(each.shard.name)
         return [dataclasses.replace(each, regrows=True) for each in scores] if self.regrows else scores
 
+    def shards(self) -> list[LocalShard]:
+        """Return this rank's shards."""
+        return [scores.shard for scores in self.scores]
+
     @property
     def on_gpu(self) -> bool:
         """Whether what each rank holds lies on one GPU that has kernels: all ranks say the same."""
         return self.roster.on_gpu if self.comm.size > 1 else has_kernels(*(scores.device for scores in self.scores))
 
     @cached_property
+    def local(self) -> dict[int, LocalScores]:
+        """The scores of this rank's shards, by member, ascending."""
+        return dict(sorted((self.index[scores.shard.name], scores) for scores in self.scores))
+
+    @cached_property
     def owned(self) -> dict[int, LocalScores]:
-        """The scores that this rank counts, by member."""
-        return {self.index[scores.shard.name]: scores for scores in self.scores if scores.shard.owned}
+        """The scores that this rank counts, by member, ascending."""
+        return {member: scores for member, scores in self.local.items() if scores.shard.owned}
 
     @cached_property
     def index(self) -> dict[str, int]:

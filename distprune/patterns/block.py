@@ -170,12 +170,6 @@ class _LocalSums:
         """Return the blocks of one of this rank's shards, or of a piece of one."""
         return self._made(scores.shard.geometry, scores.shard.as_matrix(), self._size)
 
-    @cached_property
-    def _scores(self) -> dict[int, LocalScores]:
-        """The scores of this rank's shards, by member, ascending."""
-        index = self._ranked.index
-        return dict(sorted((index[scores.shard.name], scores) for scores in self._ranked.scores))
-
     def _units(self, numbers: IntArray, table: torch.Tensor) -> Competitors:
         return Competitors.of(self.competing, [self._size**2] * len(self._ranked.numels), numbers, table)
 
@@ -188,7 +182,7 @@ class _LocalSums:
     def _sums(self) -> tuple[Competitors, dict[int, torch.Tensor]]:
         """The blocks that are :attr:`here`, and by member the table of those that are cut."""
         score, numbers, tables = self._ranked.score, [], []
-        for member, scores in self._scores.items():
+        for member, scores in self._ranked.local.items():
             blocks = self.of(scores)
             table = empty_table(score, len(blocks.numbers), self.grid, scores.device)
             for rectangle in blocks.rectangles(scores.device):
@@ -200,14 +194,14 @@ class _LocalSums:
         tables = fetched(tables)
         cut = {
             member: table[:, torch.from_numpy(self.of(scores).are_cut)]
-            for (member, scores), table in zip(self._scores.items(), tables, strict=True)
+            for (member, scores), table in zip(self._ranked.local.items(), tables, strict=True)
         }
         joined = tables[0] if len(tables) == 1 else torch.cat([empty_table(score, 0, self.grid), *tables], 1)
         return self._units(_joined(numbers), joined), cut
 
     @cached_property
     def _are_cut(self) -> BoolArray:
-        return np.asarray(_joined([self.of(scores).are_cut for scores in self._scores.values()]), dtype=np.bool_)
+        return np.asarray(_joined([self.of(scores).are_cut for scores in self._ranked.local.values()]), dtype=np.bool_)
 
     @cached_property
     def _told(self) -> tuple[Competitors, list[tuple[int, IntArray]]]:
@@ -225,19 +219,18 @@ class _LocalSums:
     @cached_property
     def competitors(self) -> list[Competitors]:
         """The whole blocks that this rank owns, and the cut ones whose home it is."""
-        scores = self._scores.values()
-        owned = [np.full(len(self.of(each).numbers), each.shard.owned) for each in scores]
+        owned = [np.full(len(self.of(each).numbers), each.shard.owned) for each in self._ranked.local.values()]
         return [self.here.those(_joined(owned).astype(np.bool_) & ~self._are_cut), self._told[0]]
 
     def cut_part(self, member: int) -> CutPart | None:
         """Return what this rank holds of the cut blocks of ``member``."""
-        if member not in self._scores or not (blocks := self.of(self._scores[member])).are_cut.any():
+        if member not in self._ranked.local or not (blocks := self.of(self._ranked.local[member])).are_cut.any():
             return None
         numbers, values = blocks.numbers[blocks.are_cut], self._sums[1][member].T
 
         def items(low: int, high: int) -> tuple[IntArray, torch.Tensor | None]:
             some = slice(*np.searchsorted(numbers, [low, high]).tolist())
-            return numbers[some], values[some] if self._scores[member].shard.owned else None
+            return numbers[some], values[some] if self._ranked.local[member].shard.owned else None
 
         return CutPart(self.competing.num_of[member], (int(numbers[0]), int(numbers[-1])), items)
 

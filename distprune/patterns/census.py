@@ -43,14 +43,15 @@ def take_census(
             for member, num in zip(gone, count_zeros([*gone.values()]), strict=True):
                 words[member, 0] = num
         if num_cut is not None:
-            for scores in ranked.scores:
-                words[ranked.index[scores.shard.name], -1] = num_cut(scores)
+            for member, scores in ranked.local.items():
+                words[member, -1] = num_cut(scores)
 
     none, num_counts = [0] * len(ranked.numels), counts_gone + (num_cut is not None)
     if not num_counts and {1}.issuperset(ranked.roster.num_copies):
         return none, none
-    shards, reads = (lambda: [each.shard for each in ranked.scores]), (lambda: [each.reads for each in ranked.scores])
-    counts = check_parts(ranked.comm, ranked.roster, shards, reads, num_counts, count).T.tolist()
+    counts = check_parts(
+        ranked.comm, ranked.roster, ranked.shards, lambda: [each.reads for each in ranked.scores], num_counts, count
+    ).T.tolist()
     return counts[0] if counts_gone else none, none if num_cut is None else counts[-1]
 
 
@@ -155,8 +156,9 @@ class Competing:
         """How much competes of all members before each one, and in all."""
         return list(itertools.accumulate(self.num_of, initial=0))
 
-    def place(self, member: int) -> tuple[int, int]:
-        """Return the competition of ``member``, and its first position there."""
+    def place(self, scores: LocalScores) -> tuple[int, int]:
+        """Return the competition of the elements of a shard, and the first position of its parameter there."""
+        member = self.ranked.index[scores.shard.name]
         return (0, self.firsts[member]) if self.scope == "global" else (member, 0)
 
     def competitions(

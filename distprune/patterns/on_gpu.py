@@ -128,19 +128,19 @@ class ElementsOnGpu:
         self._lowest.sample(self._tables or self._chunks(scores, None), in_place=self.reads_weights)
 
     def _order(self, scores: LocalScores) -> Order:
-        return self._competitions[self._competing.place(self._ranked.index[scores.shard.name])[0]].order
+        return self._competitions[self._competing.place(scores)[0]].order
 
     def _pieces(self, scores: Sequence[LocalScores], outs: Sequence[torch.Tensor] | None) -> list[Piece]:
         found: list[Piece] = []
         for i, each in enumerate(scores):
-            competition, first = self._competing.place(self._ranked.index[each.shard.name])
+            competition, first = self._competing.place(each)
             found += pieces(each, i, None if outs is None else outs[i], competition=competition, zeroth=first)
         return found
 
     def _chunks(self, scores: Sequence[LocalScores], outs: Sequence[torch.Tensor] | None) -> Iterator[Table]:
         """Yield tables of keys that are computed chunk by chunk."""
         for i, each in enumerate(scores):
-            competition, first = self._competing.place(self._ranked.index[each.shard.name])
+            competition, first = self._competing.place(each)
             place = {"tensor": i, "competition": competition, "zeroth": first, "owned": each.shard.owned}
             geometry, order = each.shard.geometry, self._order(each)
             for start in range(0, geometry.local_numel, _CHUNK):

@@ -80,8 +80,8 @@ def choose_elements(ranked: Ranked, share: Shares, scope: Scope, num_gone: Seque
     competing = Competing(ranked, scope, ranked.numels)
 
     def source(scores: LocalScores) -> Source:
-        shard, place = scores.shard, competing.place(ranked.index[scores.shard.name])
-        return Source(shard.name, scores, shard.geometry, shard.owned, *place)
+        shard = scores.shard
+        return Source(shard.name, scores, shard.geometry, shard.owned, *competing.place(scores))
 
     competitions = competing.competitions(share, num_gone, ranked.order, what)
     if ranked.on_gpu and runs_on_gpu(ranked, competitions):

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import final
 
 import numpy as np
@@ -151,11 +151,6 @@ class _UnitRules:
         """Return the units of one of this rank's shards, or of a piece of one."""
         return self._made(scores.shard.geometry, scores.shard.as_matrix(), self._length(scores))
 
-    @cached_property
-    def _scores(self) -> dict[int, LocalScores]:
-        """The scores of this rank's shards, by member."""
-        return {self._ranked.index[scores.shard.name]: scores for scores in self._ranked.scores}
-
     def exchange(self, num_cut: Sequence[int]) -> None:
         """Have cut units decided at their homes. ``num_cut``: by member, their elements. Every rank must call it."""
         orders = [order for _, order in self._rules.values()]
@@ -166,7 +161,7 @@ class _UnitRules:
             self._answers |= cut.back(partial(self._decide_told, cut))
 
     def _cut_part(self, member: int) -> CutPart | None:
-        scores = self._scores.get(member)
+        scores = self._ranked.local.get(member)
         if scores is None or not (units := self.of(scores)).num_cut:
             return None
         matrix = scores.shard.as_matrix()
@@ -182,7 +177,8 @@ class _UnitRules:
         """Return what stays of what ranks told, which are all parts of some cut units, by member. Local."""
         answers = {}
         for member, told in cut.told().items():
-            name, length = self._scores[member].shard.name, self._length(self._scores[member])
+            scores = self._ranked.local[member]
+            name, length = scores.shard.name, self._length(scores)
             pattern, order = self._rules[name]
             parts = [np.unique(numbers // length, return_counts=True) for numbers, _ in told]
             units = np.unique(np.concatenate([part for part, _ in parts]))

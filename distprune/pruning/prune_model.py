@@ -187,7 +187,7 @@ def compute_masks(
     request = Request(model, sparsity, score, pattern, scope, seed, evidence, include, exclude)
     choosing = Choosing(communicator(group), request)
     masks, _ = choose_masks(choosing.ranked, choosing.choice)
-    shards = [scores.shard for scores in choosing.ranked.scores]
+    shards = choosing.ranked.shards()
     return Masks(choosing.ranked.comm, choosing.ranked.roster, shards, masks)
 
 
@@ -272,7 +272,7 @@ class Choosing:
         Its masks are read from the weights when they are asked for; unless it ``reads``, there are none.
         """
         ranked = self.ranked
-        shards = [scores.shard for scores in ranked.scores] if reads else []
+        shards = ranked.shards() if reads else []
         used = ranked.comm.traffic - self._traffic
         members = zip(ranked.roster.members, ranked.numels, counts, self.choice.thresholds, strict=True)
         return PruneReport(

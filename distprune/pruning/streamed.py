@@ -49,7 +49,7 @@ class StreamedPruning:
             )
 
         self._choosing = Choosing(comm, request, share)
-        self._shards = {scores.shard.name: scores.shard for scores in self._choosing.ranked.scores}
+        self._shards = {shard.name: shard for shard in self._choosing.ranked.shards()}
 
     def pieces(self, name: str) -> Iterator[Geometry]:
         """Yield the pieces of this rank's part of parameter ``name``, or of it as one line. Local."""

@@ -116,15 +116,6 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)  # what is not pinned is copied aside before this returns
 
 
-def sent_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Return ``tensors``, of one dtype, which lie on the CPU, on ``device``: one copy for all."""
-    if device.type == "cpu" or not tensors:
-        return [*tensors]
-    flat = sent(torch.cat([tensor.reshape(-1) for tensor in tensors]), device)
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-
 class Arriving:
     """``values`` of a device on their way to the host, which goes on meanwhile."""
 

@@ -225,7 +225,7 @@ class StraightThrough:
 
         ranked = Ranked(self._comm, agreed.roster, Magnitude(), make_scores, of_left=True)
         masks, _ = choose_masks(ranked, ranked.choose(pattern))
-        return [scores.shard for scores in ranked.scores], masks
+        return ranked.shards(), masks
 
     @torch.no_grad()
     def _make_dense(self, optimizer: Optimizer) -> None:
