@@ -30,8 +30,7 @@ class Moments:
 
     Where they are asked for ``sums`` (in, 3), float64, come with ``"pairs"``: of the features, of their sizes, and of
     their squares about the mean. So does, for layers with a bias, ``centered`` (in, in), float32: X^T X about the mean.
-    ``gram`` (in, in), float64, from the driver for a solver that asks for it (see ``Solver.weighed``). ``doubts``, from
-    the driver in a trial: where ``damped_factor`` leaves whether there was a factor, which it else waits for.
+    ``gram`` (in, in), float64, from the driver for a solver that asks for it (see ``Solver.weighed``).
     """
 
     names: tuple[str, ...]
@@ -44,7 +43,6 @@ class Moments:
     sums: torch.Tensor | None = None
     centered: torch.Tensor | None = None
     gram: torch.Tensor | None = None
-    doubts: list[torch.Tensor] | None = None
 
     @property
     def square_sums(self) -> torch.Tensor:

@@ -33,8 +33,7 @@ Owners = Mapping[SharedInput, OwnerRank]
 class Reduction:
     """``sums`` of this rank, and the ``tokens`` it keeps, by the first layer of each of the ``inputs``; used up.
 
-    ``finite``: of the tokens that are kept, whether all of an input are finite, bool, on their device. ``doubts``, if
-    there are any, take in whether inputs are, one bool tensor each, for the caller to look at: nobody waits to hear it.
+    ``finite``: of the tokens that are kept, whether all of an input are finite, bool, on their device.
     """
 
     comm: Communicator
@@ -48,7 +47,6 @@ class Reduction:
     sums: dict[str, InputSums]
     tokens: dict[str, list[RoutedTokens]]
     finite: dict[str, torch.Tensor]
-    doubts: list[torch.Tensor] | None
 
     def in_place(self, owners: Owners) -> list[Moments]:
         """Return the moments of inputs whose sums are added up: at their ``owners``, or everywhere.
@@ -120,8 +118,7 @@ class Reduction:
         """Return the moments of what ``make`` returns, which is called for each input in turn.
 
         Raises:
-            ValueError: on every rank, but with ``doubts``: something is NaN or infinite, in tokens that are kept, too;
-                it names the layers.
+            ValueError: on every rank: something is NaN or infinite, in tokens that are kept, too; it names the layers.
         """
         found: list[Moments] = []
 
@@ -129,9 +126,6 @@ class Reduction:
             found.extend(self._moments(of, owner, make(of)) for of, owner in owners.items())
             flags = {m.names[0]: _spoiled(m) for m in found}
             flags |= {name: _ANYWHERE * ~finite for name, finite in self.finite.items() if name not in flags}
-            if self.doubts is not None:
-                self.doubts.extend(flag == 0 for flag in flags.values())
-                return
             where = dict(zip(flags, fetched([*flags.values()]), strict=True))
             told = [int(where.get(of.names[0], 0)) for of in self.inputs]
             spoiled.copy_(torch.tensor(told, dtype=torch.int64, device="cpu"))

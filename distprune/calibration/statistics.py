@@ -196,20 +196,19 @@ class InputStatistics:
         comm: Communicator,
         find_owners: FindOwners = find_owners,
         expert_memory: int = EXPERT_MEMORY,
-        doubts: list[torch.Tensor] | None = None,
     ) -> Iterator[list[Moments]]:
         """Yield the moments over all ranks of ``comm``, of each input once; every layer is in one of them.
 
         First those that are summed where they are; then those of routed layers, as many at a time as ``expert_memory``
         bytes of sums are on an owner. Those of ``"pairs"`` are for their owner alone, unless what that is for is spread
         over all ranks; ``find_owners`` says which, the same on every rank, of all but routed layers: these go to a rank
-        that holds their rows. ``doubts``: see :class:`Reduction`.
+        that holds their rows.
 
         Every rank must call it, to its end. Rounds: 2 to agree on which layers share (24 bytes a layer), 1 of 16 bytes
         a routed layer, and those of :class:`Reduction`.
 
         Raises:
-            ValueError: on every rank, but with ``doubts``: a layer was given NaN or Inf; it names the layer.
+            ValueError: on every rank: a layer was given NaN or Inf; it names the layer.
             NotImplementedError: on every rank: layers share an input on one rank and not on another.
         """
         inputs = self._merge(comm)
@@ -217,7 +216,7 @@ class InputStatistics:
         others = [of for of in inputs if of.names[0] not in self._routed]
         order = None if self.targets is None else self.targets.order
         about = comm, inputs, self.linears, self.of, self.sample_group, self.sums, order, self.offload
-        reduction = Reduction(*about, self._sums, self._tokens, self._finite, doubts)
+        reduction = Reduction(*about, self._sums, self._tokens, self._finite)
         if others or not routed:
             shapes = tuple((of.num_in, of.num_out) for of in others)
             owners = [EVERYWHERE] * len(others) if self.of == "features" else find_owners(shapes, comm.size)

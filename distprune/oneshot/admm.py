@@ -64,9 +64,7 @@ class ADMM(Solver["_Inputs"]):
     def prepare(self, moments: Moments) -> _Inputs:
         a, scale, damped = _normalized(moments)
         damped.copy_(a)
-        lower, num_raised = damped_factor(
-            damped, self.damping, moments.names[0], besides=PENALTY, doubts=moments.doubts
-        )
+        lower, num_raised = damped_factor(damped, self.damping, moments.names[0], besides=PENALTY)
         return _Inputs(torch.cholesky_inverse(lower), a, scale, self.damping * 10**num_raised)
 
     @override

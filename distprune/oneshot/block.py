@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import time
 import warnings
@@ -23,19 +22,18 @@ from distprune.calibration.targets import Targets
 from distprune.calibration.visit import walking
 from distprune.calibration.walk import Walk
 from distprune.collectives.agree import agree, max_together, together
-from distprune.collectives.base import Communicator, cannot_meet
+from distprune.collectives.base import Communicator
 from distprune.models.linear_layers import LinearLayer, linear_layers
 from distprune.oneshot.block_fit import BlockFit, fit_block
 from distprune.oneshot.block_layers import BlockLayers, copies_of, unreached, write_copies
 from distprune.oneshot.channel_order import order_channels
 from distprune.oneshot.channels import find_channels
 from distprune.oneshot.driver import Clock
-from distprune.oneshot.outcome import BlockTrial, Outcome
+from distprune.oneshot.outcome import Outcome
 from distprune.oneshot.report import BlockReport, LayerReport, Meter, OneShotReport
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows, whole_rows
 from distprune.patterns.n_by_m import NByM
-from distprune.shards.device import on_host
 from distprune.shards.local_shard import LocalShard
 
 OnBlock = Callable[[int, BlockReport], None]
@@ -63,7 +61,6 @@ class WalkOptions:
     fits: bool = False  # each block as a whole, behind its layers; there must be targets
     seed: int = 0  # of the fit
     expert_memory: int = EXPERT_MEMORY  # bytes of the sums of routed layers that a rank has at a time
-    tries: bool = False  # a block on a device: by a trial
     permutes: NByM | None = None  # before a block is pruned, its channels change places, for this pattern
 
     @property
@@ -71,11 +68,9 @@ class WalkOptions:
         return self.target_share > 0
 
 
-# Prunes rows, this rank's, by the layer's name in the block, and returns one outcome per layer, or lets the trial tell
-# them. Empties the moments. Every rank calls it.
-PruneRows = Callable[
-    [Communicator, Mapping[str, Rows], list[Moments], Clock, Aim, BlockTrial | None], Mapping[str, Outcome]
-]
+# Prunes rows, this rank's, by the layer's name in the block, and returns one outcome per layer. Empties the moments.
+# Every rank calls it.
+PruneRows = Callable[[Communicator, Mapping[str, Rows], list[Moments], Clock, Aim], Mapping[str, Outcome]]
 
 
 def run_blocks(
@@ -102,14 +97,12 @@ def run_blocks(
     comm, reports = meter.comm, list[BlockReport]()
 
     def tell(words: torch.Tensor) -> None:
-        is_here = any(on_host(shard.local.device) for shard in shards)
-        words.copy_(torch.tensor([on_block is not None, is_here], dtype=torch.int64, device="cpu"))
+        words.fill_(on_block is not None)
 
-    calls_back, here = map(bool, max_together(comm, (2,), tell))
+    calls_back = bool(max_together(comm, (1,), tell))
     owned = {shard.name: shard.owned for shard in shards}
     with walking(comm, sample_group, model, samples, offload=offload, has_dense=options.has_targets) as walk:
-        tries = options.tries and not here
-        pruner = _BlockPruner(comm, walk, options, linears, owned, prune_rows, len(samples), tries=tries)
+        pruner = _BlockPruner(comm, walk, options, linears, owned, prune_rows, len(samples))
         for index in range(len(walk.blocks)):
             if index in options.skipped:
                 continue
@@ -159,7 +152,6 @@ class _BlockPruner:
     owned: Mapping[str, bool]
     prune_rows: PruneRows
     num_windows: int  # over all ranks
-    tries: bool
     orders: dict[tuple[tuple[str, ...], ...], BlockOrder] = field(default_factory=dict)  # by the names of all layers
     num_dense: int = 0  # blocks that the dense stream is behind
     permuted: int = -1  # the last block whose channels have changed places
@@ -178,9 +170,8 @@ class _BlockPruner:
         with clock("forward"):
             order = self._order(index, linears)
             targets = self._dense_pass(index, linears, order) if options.has_targets else None
-        prune_stages = partial(self._prune_stages, index, order, targets, clock)
-        done = (self._tried(index, prune_stages) if self.tries else None) or prune_stages(None)
-        del targets, prune_stages
+        done = self._prune_stages(index, order, targets, clock)
+        del targets
         fit, advances = None, self._next(index) < len(walk.blocks)
         if options.fits:
             with clock("fit"):
@@ -223,21 +214,19 @@ class _BlockPruner:
             some = {reader: linears[reader] for reader in found}
             statistics = InputStatistics(some, "features", self.walk.sample_group, comm)
             statistics.run(self.walk, index)
-            for of in itertools.chain(*self._reduced(statistics, name, lambda _: nullcontext(), None)):
+            for of in itertools.chain(*self._reduced(statistics, name, lambda _: nullcontext())):
                 order_channels(comm, name, block, found[of.names[0]], of, linears, self.owned, pattern)
         self.permuted = index
 
-    def _prune_stages(
-        self, index: int, order: BlockOrder, targets: Targets | None, clock: Clock, trial: BlockTrial | None
-    ) -> _Done:
-        """Prune the layers of block ``index`` stage by stage; the outcomes of a ``trial`` are not known yet."""
+    def _prune_stages(self, index: int, order: BlockOrder, targets: Targets | None, clock: Clock) -> _Done:
+        """Prune the layers of block ``index`` stage by stage."""
         comm, options, (name, _), layers = self.comm, self.options, self.walk.blocks[index], self.linears[index]
         done = _Done(dict(layers.dense))
         for stage in order.stages:
             some = {of_layer: layers.linears[of_layer] for of_layer in stage}
             with clock("forward"):
                 statistics = self._run(index, some, order, targets)
-            for moments in self._reduced(statistics, name, clock, trial):
+            for moments in self._reduced(statistics, name, clock):
                 names = {of_layer for m in moments for of_layer in m.names}
                 now = {of_layer: linear for of_layer, linear in some.items() if of_layer in names}
                 unseen = unreached(name, now, moments)
@@ -251,35 +240,12 @@ class _BlockPruner:
                     aim = _HEALING
                 owned = {of.parameter_path: self.owned[f"{name}.{of.parameter_path}"] for of in now.values()}
                 with whole_rows(comm, now, owned, f"{name}.") as rows, torch.no_grad():
-                    done.totals |= self.prune_rows(comm, rows, moments, clock, aim, trial)
+                    done.totals |= self.prune_rows(comm, rows, moments, clock, aim)
         return done
 
-    def _tried(self, index: int, prune_stages: Callable[[BlockTrial], _Done]) -> _Done | None:
-        """Return what a trial of block ``index`` comes to; ``None``: something was wrong, and nothing has changed.
-
-        Errors are such, too: those of other causes come again. Meanwhile this rank's shards of the block are kept
-        twice. Every rank must call it, where each error is raised on all: two rounds, of 64 bytes and that of the
-        outcomes, and one of 64 if something was wrong.
-        """
-        comm, block, trial = self.comm, self.walk.blocks[index][1], BlockTrial()
-        with together(comm):
-            before = copies_of(block)
-        try:
-            done = prune_stages(trial)
-            return dataclasses.replace(done, totals=trial.outcomes(comm, [*done.num_tokens]))
-        except Exception as error:
-            if cannot_meet(error):
-                raise
-        with together(comm):
-            write_copies(block, before)
-        return None
-
-    def _reduced(
-        self, statistics: InputStatistics, name: str, clock: Clock, trial: BlockTrial | None
-    ) -> Iterator[list[Moments]]:
+    def _reduced(self, statistics: InputStatistics, name: str, clock: Clock) -> Iterator[list[Moments]]:
         """Yield the moments of ``statistics``, as :meth:`InputStatistics.reduce` does, of the block ``name``."""
-        doubts = None if trial is None else trial.doubts
-        waves = statistics.reduce(self.comm, expert_memory=self.options.expert_memory, doubts=doubts)
+        waves = statistics.reduce(self.comm, expert_memory=self.options.expert_memory)
         while True:
             with clock("reduce"):
                 try:

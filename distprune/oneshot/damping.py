@@ -20,15 +20,13 @@ def damped_factor(
     name: str,
     *,
     besides: float = 0.0,
-    doubts: list[torch.Tensor] | None = None,
     factorize: Factorize = torch.linalg.cholesky_ex,
 ) -> tuple[torch.Tensor, int]:
     """Return the factor of ``products`` (in, in) with ``damping`` added to its diagonal, and how often it was raised.
 
     ``damping`` is raised tenfold, at most 8 times, as long as there is no factor or it is not finite. ``products`` is
     overwritten; ``besides`` is added to its diagonal, too, and not raised; ``factorize`` returns a factor and, as
-    ``cholesky_ex`` does, 0 if there is one. Local. One wait for a device; none with ``doubts``: then damping is not
-    raised, and they take in whether what is returned is a factor.
+    ``cholesky_ex`` does, 0 if there is one. Local. One wait for a device.
 
     Raises:
         ValueError: no damping helps; ``name`` is that of a layer with these inputs.
@@ -37,10 +35,7 @@ def damped_factor(
     for num_raised in range(_MAX_RAISED + 1):
         products.diagonal().copy_(diagonal + (damping * 10**num_raised + besides))
         factor, info = factorize(products)
-        exists = (info == 0) & are_finite(factor)
-        if doubts is not None:
-            doubts.append(exists)
-        if doubts is not None or bool(exists):
+        if bool((info == 0) & are_finite(factor)):
             return factor, num_raised
     raise ValueError(
         f"the second moments of the {len(products)} inputs of {name!r} have no inverse, although the damping was "

@@ -10,8 +10,6 @@ and d^2 / 2 float32 travel (1.6 GB), in pieces. A factorization in blocks over r
 would send as much, and come to other bits on every number of ranks.
 
 On a device nobody waits for a figure of one layer: figures stay there and are fetched once, when all layers are done.
-In a trial (see :mod:`distprune.oneshot.outcome`) that is when all of the block are, and whether a factor exists is such
-a figure, too: that the first damping does is assumed, which holds but for degenerate inputs.
 """
 
 from __future__ import annotations
@@ -27,14 +25,14 @@ import torch
 
 from distprune.calibration.moments import Moments
 from distprune.calibration.triangle import pack_triangle, triangle_shape, unpack_triangle
-from distprune.collectives.agree import agree, together
+from distprune.collectives.agree import agree
 from distprune.collectives.base import Communicator, as_told
 from distprune.collectives.communicator import Alone
 from distprune.collectives.roster import Member, roster_of_one
 from distprune.collectives.tensors import broadcast_tensor
 from distprune.oneshot.gram import sum_gram
 from distprune.oneshot.moved_rows import move_rows
-from distprune.oneshot.outcome import BlockTrial, Figures, Outcome, outcomes_of, sum_outcomes
+from distprune.oneshot.outcome import Figures, Outcome, outcomes_of, sum_outcomes
 from distprune.oneshot.retarget import Aim, has_target, retarget, target_factor
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Solved, Solver, Stage
@@ -52,14 +50,11 @@ def prune_rows(
     moments: list[Moments],
     clock: Clock,
     aim: Aim,
-    trial: BlockTrial | None = None,
     *,
     solver: Solver[Any],
     pattern: Pattern,
 ) -> dict[str, Outcome]:
     """Prune ``rows`` in place, by layer, and return what became of the rows of all ranks; replicas count once.
-
-    With a ``trial`` it tells what became of them, later, and nothing is returned.
 
     ``moments`` are what the solver needs, and are used up. Where they come with targets, rows are first moved there as
     ``aim`` says. Every rank must call it. Rounds: 1 of 40 bytes a layer; where inputs have owners, those of
@@ -68,14 +63,12 @@ def prune_rows(
     where the solver needs W^T W; and for each stage one choice of ``pattern`` for all of them.
 
     On a device the host waits once, and once more for each factor, where it is not for what travels to other ranks and
-    for choices over rows; with a ``trial`` for these alone.
+    for choices over rows.
 
     Raises:
-        ValueError: on every rank, but with a ``trial``: new weights are not finite.
+        ValueError: on every rank: new weights are not finite.
         Exception: on every rank: what the solver raised on one. Rows may have been changed.
     """
-    if trial is not None:
-        moments[:] = [dataclasses.replace(m, doubts=trial.doubts) for m in moments]
     at_owner = [m for m in moments if not m.owner.spread]
     spread = [m for m in moments if m.owner.spread]
     moments.clear()
@@ -91,13 +84,8 @@ def prune_rows(
             work.solve(Alone(), [at_owner.pop(0)])
     if spread:
         work.solve(comm, spread)
-    totals: dict[str, Outcome] = {}
     with clock("sweep"):  # or wait for those that still do
-        if trial is None:
-            totals = sum_outcomes(comm, list(rows), lambda: outcomes_of(work.done()))
-        else:
-            with together(comm):
-                trial.figures |= work.done()
+        totals = sum_outcomes(comm, list(rows), lambda: outcomes_of(work.done()))
         if moved is not None:
             moved.back()
     return totals

@@ -1,9 +1,4 @@
-"""What became of the rows of each layer: figures of this rank's, on their device; and sums over all ranks.
-
-Noun: a *trial* of a block prunes it as if nothing could go wrong, so that the host need not wait for a device to hear
-whether inputs and new weights are finite and factors exist. Once all layers are done that is looked at, with all
-figures at once. Where something was wrong the block is brought back to what it was, and pruned again with care.
-"""
+"""What became of the rows of each layer: figures of this rank's, on their device; and sums over all ranks."""
 
 from __future__ import annotations
 
@@ -58,34 +53,13 @@ class Outcome:
         return (max(self.error, 0.0) / self.output) ** 0.5 if self.output > 0 else None
 
 
-@dataclass
-class BlockTrial:
-    """What is not looked at before a block is done: ``figures`` of this rank's rows, by layer, and ``doubts``.
-
-    These are bool tensors of one element on their devices: whether something is as it was taken to be.
-    """
-
-    figures: dict[str, Figures] = field(default_factory=dict)
-    doubts: list[torch.Tensor] = field(default_factory=list)
-
-    def outcomes(self, comm: Communicator, names: Sequence[str]) -> dict[str, Outcome]:
-        """Return the outcomes over all rows of layers ``names``. Every rank must call it: see :func:`sum_outcomes`.
-
-        Raises:
-            ValueError: on every rank: what :func:`outcomes_of` raises on one.
-        """
-        return sum_outcomes(comm, names, lambda: outcomes_of(self.figures, self.doubts))
-
-
-def outcomes_of(figures: Mapping[str, Figures], doubts: Sequence[torch.Tensor] = ()) -> dict[str, Outcome]:
+def outcomes_of(figures: Mapping[str, Figures]) -> dict[str, Outcome]:
     """Return what this rank adds to the sums over ranks, by layer: one wait for a device. Local.
 
     Raises:
-        ValueError: one of ``doubts`` (see :class:`BlockTrial`) is False; scores are NaN; new weights are not finite.
+        ValueError: scores are NaN; new weights are not finite.
     """
-    *numbers, is_as_taken = numbers_of([*(of.all for of in figures.values()), doubts])
-    if not all(is_as_taken):
-        raise ValueError("inputs are NaN or infinite, or have no factor")
+    numbers = numbers_of([of.all for of in figures.values()])
     found: dict[str, Outcome] = {}
     for (layer, of), (num_nans, is_finite, *of_layer) in zip(figures.items(), numbers, strict=True):
         if num_nans:

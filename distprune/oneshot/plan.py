@@ -136,7 +136,6 @@ def make_plan(
         expert_memory=expert_memory,
         fits=refit == "block",
         seed=seed or 0,
-        tries=True,
         permutes=permutes,
     )
     facts = {

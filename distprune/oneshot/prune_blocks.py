@@ -121,13 +121,11 @@ def prune_blocks(
     given or add to in the dense model (about four times as much in a Llama); the statistics of the layers that are
     pruned at once, of experts the tokens that this rank's samples give them, and ``expert_memory`` (and of factors and
     float32 rows those that this rank works on, at most twice its share); and one block as its forward needs it:
-    unsharded by FSDP2, cut by tensor parallelism. Of a model on a device this rank's shards of one block, once more: a
-    block is pruned without waiting to hear whether anything is NaN, infinite or without a factor, and if it was, pruned
-    again from what it was.
+    unsharded by FSDP2, cut by tensor parallelism.
     Rounds: 7 for the whole (4 more where ranks hold different parameters, 2 where some share their samples), and those
     of ``RootParameters`` under FSDP2 alone, 3 for each of this rank's samples and each embedding; 3 for each kind of
     block, to learn in which order it runs its layers, where that is asked for; for a block 1, with dense targets 2,
-    with ``on_block`` 1 more, on a device 2 more; with ``refit`` those of ``fit_block``; with ``permute`` those of
+    with ``on_block`` 1 more; with ``refit`` those of ``fit_block``; with ``permute`` those of
     ``InputStatistics.reduce`` and ``order_channels``; and for the layers that are pruned at once those of
     ``InputStatistics.reduce``, of ``prune_rows``, and of ``whole_rows``.
     Under tensor parallelism inputs of row-wise layers are gathered, one round a sample each, but for what Wanda needs.

@@ -42,7 +42,7 @@ def target_factor(moments: Moments, aim: Aim) -> torch.Tensor:
     scale = _scale_of(moments)
     a = torch.outer(scale, scale)
     torch.div(moments.values, a, out=a)
-    return damped_factor(a, aim.damping, moments.names[0], doubts=moments.doubts)[0]
+    return damped_factor(a, aim.damping, moments.names[0])[0]
 
 
 def retarget(rows: Mapping[str, Rows], moments: Moments, aim: Aim, lower: torch.Tensor) -> Moments:

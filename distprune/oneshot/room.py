@@ -51,7 +51,7 @@ def check_room(model: nn.Module, plan: OneShotPlan, num_ranks: int, *, offload: 
         offload=offload,
         expert_memory=options.expert_memory,
         fits=options.fits,
-        tries=options.tries,
+        tries=True,
         num_sharing=1 if plan.axis is None else len(plan.axis.ranks),
         num_parts=_num_parts(plan.shards),
         permutes=options.permutes,

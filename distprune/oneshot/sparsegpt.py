@@ -43,12 +43,11 @@ class Factor:
     numbers: torch.Tensor
 
 
-def factor(products: torch.Tensor, num_tokens: int, name: str, doubts: list[torch.Tensor] | None = None) -> Factor:
+def factor(products: torch.Tensor, num_tokens: int, name: str) -> Factor:
     """Return the factor for X^T X = ``products`` (in, in), float32 and symmetric, which is overwritten. Local.
 
     Without tokens, as for an expert that nothing was routed to, the inputs count as white: X^T X = 1.
-    Damping begins with 0.01 of the mean diagonal; see :func:`damped_factor`, also for the other arguments and what is
-    raised.
+    Damping begins with 0.01 of the mean diagonal; see :func:`damped_factor`, also for what is raised.
     """
     h = products.mul_(2 / max(num_tokens, 1)) if num_tokens else products.zero_()
     if not num_tokens:
@@ -56,7 +55,7 @@ def factor(products: torch.Tensor, num_tokens: int, name: str, doubts: list[torc
     dead = h.diagonal() == 0
     h.diagonal().masked_fill_(dead, 1)
     mean = h.diagonal().mean().double()
-    upper, num_raised = damped_factor(h, DAMPING * mean, name, doubts=doubts, factorize=_inverse_factor)
+    upper, num_raised = damped_factor(h, DAMPING * mean, name, factorize=_inverse_factor)
     fraction = DAMPING * 10**num_raised
     numbers = torch.full((3,), fraction, dtype=torch.float64, device=h.device)
     numbers[1] = fraction * mean
@@ -109,7 +108,7 @@ class SparseGPT(Solver[Factor]):
 
     @override
     def prepare(self, moments: Moments) -> Factor:
-        return factor(moments.values, moments.num_tokens, moments.names[0], moments.doubts)
+        return factor(moments.values, moments.num_tokens, moments.names[0])
 
     @override
     def sent_like(self, rows: Rows) -> Factor:

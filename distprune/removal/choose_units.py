@@ -22,7 +22,7 @@ from distprune.models.linear_layers import LinearLayer
 from distprune.models.units import UnitKind
 from distprune.oneshot.block import Finished, WalkOptions, run_blocks
 from distprune.oneshot.driver import Clock, prune_rows
-from distprune.oneshot.outcome import BlockTrial, Outcome
+from distprune.oneshot.outcome import Outcome
 from distprune.oneshot.plan import (
     TargetsOf,
     blocks_to_walk,
@@ -195,12 +195,11 @@ def choose_units(
         moments: list[Moments],
         clock: Clock,
         aim: Aim,
-        trial: BlockTrial | None,
     ) -> dict[str, Outcome]:
         some = {of.name: asked[of.name] for of in rows.values()}
         prefix = next((f"{of.block}." for of in some.values()), "")
         remover = UnitRemover(some, prefix, chosen, fitted)
-        outcomes = prune_rows(comm, rows, moments, clock, aim, trial, solver=remover, pattern=Unstructured(0.0))
+        outcomes = prune_rows(comm, rows, moments, clock, aim, solver=remover, pattern=Unstructured(0.0))
         for told in comm.gather(remover.kept):
             stays.update(told)
         linears = {name: some[of.name].linear for name, of in rows.items() if remover.shifts_bias(some[of.name])}
