@@ -21,8 +21,8 @@ from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.linear_layers import linear_layers
 from distprune.oneshot.memory_plan import plan_walk
 from distprune.oneshot.model_shape import shape_of
-from distprune.oneshot.plan import OneShotMethod
 from distprune.oneshot.prune_blocks import prune_blocks
+from distprune.oneshot.recipe import OneShotMethod
 from distprune.oneshot.walk_costs import WalkRequest, speeds_of
 from distprune.removal.shrink_model import shrink_model
 

@@ -17,7 +17,7 @@ from distprune.jobs.options import CALIBRATION, METHOD, MOST, RUNNING, ask, aske
 from distprune.jobs.own_words import OWN_WORDS, WindowCounts, Windows, counts_of, load_windows
 from distprune.jobs.run import Run
 from distprune.jobs.unfinished import ResumableJob, Unfinished
-from distprune.oneshot.plan import TargetsOf
+from distprune.oneshot.recipe import TargetsOf
 
 
 def ask_words_file(panel: str) -> Any:

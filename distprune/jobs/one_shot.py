@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 import torch.distributed as dist
@@ -22,19 +22,8 @@ from distprune.jobs.watcher import Watcher
 from distprune.models.find_shards import count_parameters
 from distprune.oneshot.allocation import Allocation, allocate
 from distprune.oneshot.model_shape import shape_of
-from distprune.oneshot.plan import (
-    BlockRefit,
-    OneShotMethod,
-    Permute,
-    Sequential,
-    default_sequential,
-    default_targets,
-    permuted_for,
-    refit_of,
-    share_of_targets,
-    updates_weights,
-)
 from distprune.oneshot.prune_blocks import prune_blocks
+from distprune.oneshot.recipe import BlockRefit, OneShotMethod, Permute, Recipe, Sequential
 from distprune.oneshot.walk_costs import DEVICE, WalkRequest, speeds_of
 from distprune.patterns.as_pattern import as_pattern
 from distprune.patterns.n_by_m import NByM
@@ -72,10 +61,8 @@ class OneShotJob(PruningJob, CalibratedJob):
     @override
     def check_asked(self) -> None:
         super().check_asked()
-        refit_of(self.refit, self.method, self.targets)
-        self.permuted_for()
+        self.recipe()
         self.allocation_or_default()
-        share_of_targets(self.targets or default_targets(self.method), self.target_share)
 
     @override
     def own_words_or_default(self) -> int | None:
@@ -83,27 +70,28 @@ class OneShotJob(PruningJob, CalibratedJob):
         is_of_method = self.method == "admm" or self.own_words_file is not None
         return 0 if self.own_words is None and not is_of_method else self.own_words
 
-    def permuted_for(self) -> NByM | None:
-        """Return the pattern for which channels change places, if they do. Local; raises as the function does."""
-        return permuted_for(self.permute, self.method, self.targets, as_pattern(self.pattern, self.sparsity))
+    def recipe(self) -> Recipe:
+        """Return what decides the result of the walk, resolved. Local; raises as :meth:`Recipe.resolved` does."""
+        own = {option.name: getattr(self, option.name) for option in fields(Recipe)}
+        return Recipe(**own).resolved()
 
     def of_walk(self, num_ranks: int, num_samples: int, *, on_device: bool) -> WalkRequest:
         """Return what the walk's plan is asked for. Local."""
-        pattern, targets = as_pattern(self.pattern, self.sparsity), self.targets or default_targets(self.method)
+        recipe, pattern = self.recipe(), as_pattern(self.pattern, self.sparsity)
         return WalkRequest(
             num_ranks,
             num_samples,
             self.sequence_length,
             self.method,
-            pairs=updates_weights(self.method, targets),
+            pairs=recipe.updates_weights,
             by_row=pattern.by_row().is_by_row,
-            by_layer=(self.sequential or default_sequential(self.method)) == "layer",
-            has_targets=targets == "dense",
-            fits=refit_of(self.refit, self.method, self.targets) == "block",
+            by_layer=recipe.sequential == "layer",
+            has_targets=recipe.targets == "dense",
+            fits=recipe.refit == "block",
             offload=self.offload,
             speeds=DEVICE if on_device else speeds_of(torch.get_num_threads()),
             tries=on_device,
-            permutes=self.permuted_for(),
+            permutes=pattern if isinstance(pattern, NByM) and recipe.permute == "channels" else None,
         )
 
     def allocation_or_default(self) -> Allocation:

@@ -25,7 +25,7 @@ from distprune.jobs.unfinished import Unfinished, open_unfinished
 from distprune.jobs.watcher import Watcher
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.find_shards import count_parameters
-from distprune.oneshot.plan import share_of_targets
+from distprune.oneshot.recipe import share_of_targets
 from distprune.oneshot.report import BlockReport
 from distprune.removal.budget import Budget
 from distprune.removal.choose_units import Removal, choose_units, default_targets_of, refit_in_trials, refit_of_units

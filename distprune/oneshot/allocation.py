@@ -31,6 +31,7 @@ from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.find_shards import Found
 from distprune.models.linear_layers import LinearLayer, expert_place
 from distprune.oneshot.plan import make_plan
+from distprune.oneshot.recipe import Recipe
 from distprune.patterns.base import Ranked
 from distprune.patterns.census import check_parts
 from distprune.patterns.unstructured import Unstructured
@@ -90,7 +91,7 @@ def allocate(
     with agreeing(comm) as agreed:
         if not isinstance(sparsity, float):
             raise TypeError(f"sparsity must be a share such as 0.6, not {sparsity!r}")
-        plan = make_plan(model, samples, "magnitude", PerRow(sparsity), None, None)
+        plan = make_plan(model, samples, Recipe(method="magnitude", pattern=PerRow(sparsity)))
         if plan.samples.shape[1] < 2:
             raise ValueError(f"samples of {plan.samples.shape[1]} token have none to predict; two are the least")
         if not 0 <= max_difference <= 1:

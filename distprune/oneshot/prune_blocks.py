@@ -18,7 +18,8 @@ from distprune.models.decoder_blocks import other_blocks
 from distprune.models.find_shards import Found, count_parameters
 from distprune.oneshot.block import Finished, OnBlock, run_blocks
 from distprune.oneshot.driver import prune_rows
-from distprune.oneshot.plan import BlockRefit, OneShotMethod, Permute, Sequential, TargetsOf, make_plan
+from distprune.oneshot.plan import make_plan
+from distprune.oneshot.recipe import BlockRefit, OneShotMethod, Permute, Recipe, Sequential, TargetsOf
 from distprune.oneshot.report import Meter, OneShotReport
 from distprune.oneshot.room import check_room
 from distprune.oneshot.solver import Solver
@@ -152,20 +153,18 @@ def prune_blocks(
     meter = Meter(comm)
 
     with agreeing(comm) as agreed:
-        plan = make_plan(
-            model,
-            samples,
-            method,
-            pattern,
-            sparsity,
-            seed,
-            sequential,
-            targets,
-            target_share,
-            expert_memory,
-            refit,
-            permute,
+        recipe = Recipe(
+            method=method,
+            pattern=pattern,
+            sparsity=sparsity,
+            seed=seed,
+            sequential=sequential,
+            targets=targets,
+            target_share=target_share,
+            refit=refit,
+            permute=permute,
         )
+        plan = make_plan(model, samples, recipe, expert_memory)
         agreed.found = Found(plan.shards, has_blocks=True, num_parameters=count_parameters(model))
         agreed.facts = {**plan.facts, "offload": repr(offload), "finished": repr(finished is not None)}
         agreed.score = plan.solver.score

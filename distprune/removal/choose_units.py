@@ -23,15 +23,9 @@ from distprune.models.units import UnitKind
 from distprune.oneshot.block import Finished, WalkOptions, run_blocks
 from distprune.oneshot.driver import Clock, prune_rows
 from distprune.oneshot.outcome import Outcome
-from distprune.oneshot.plan import (
-    TargetsOf,
-    blocks_to_walk,
-    check_can_fit,
-    check_samples,
-    fits_by_default,
-    share_of_targets,
-)
+from distprune.oneshot.plan import blocks_to_walk, check_samples
 from distprune.oneshot.prune_blocks import without_nans
+from distprune.oneshot.recipe import TargetsOf, check_can_fit, fits_by_default, share_of_targets
 from distprune.oneshot.report import BlockReport, Meter, OneShotReport
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows

@@ -20,7 +20,7 @@ from distprune.hints import with_hints
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.find_shards import count_parameters
 from distprune.models.units import UnitKind
-from distprune.oneshot.plan import TargetsOf
+from distprune.oneshot.recipe import TargetsOf
 from distprune.oneshot.report import OneShotReport
 from distprune.removal.choose_units import choose_units, refit_in_trials
 from distprune.removal.criteria import Criterion, CriterionName

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from distprune.cli.commands import JobCommand
 from distprune.jobs import FinetuneJob, OneShotJob, PlanJob, SampleJob, ShrinkJob
-from distprune.oneshot.plan import OneShotMethod
+from distprune.oneshot.recipe import OneShotMethod
 from tests.cli.test_main import asked
 
 

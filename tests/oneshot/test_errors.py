@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from distprune import Block, NByM, Unstructured
 from distprune.calibration.moments import Moments
-from distprune.oneshot.plan import OneShotMethod
 from distprune.oneshot.prune_blocks import prune_blocks
+from distprune.oneshot.recipe import OneShotMethod
 from distprune.oneshot.report import BlockReport
 from distprune.oneshot.sparsegpt import Factor, SparseGPT
 from distprune.patterns.base import Pattern

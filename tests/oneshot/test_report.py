@@ -13,8 +13,8 @@ from distprune import Block, Channels, NByM, PerRow, Unstructured
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.find_shards import count_parameters
 from distprune.models.linear_layers import linear_layers
-from distprune.oneshot.plan import OneShotMethod
 from distprune.oneshot.prune_blocks import prune_blocks
+from distprune.oneshot.recipe import OneShotMethod
 from distprune.oneshot.report import BlockReport
 from distprune.oneshot.sparsegpt import DAMPING, factor
 from tests.architectures import samples, tiny_model

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from distprune import NByM
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.linear_layers import linear_layers
-from distprune.oneshot.plan import OneShotMethod
 from distprune.oneshot.prune_blocks import prune_blocks
+from distprune.oneshot.recipe import OneShotMethod
 from tests.worlds import drawing
 
 VOCABULARY = 64
