@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from distprune.cli.ranks import schedule_as_batch, use_huge_pages
+from distprune.cli.launch import use_huge_pages
 from distprune.models.decoder_blocks import decoder_blocks
 
 __all__ = [
@@ -101,8 +101,8 @@ def on_ranks(num_ranks: int, fn: Callable[..., Any], *args: Any, fresh: bool = T
 
 def _rank(pipe: Any, rank: int, num_ranks: int, store: str, fn: Callable[..., Any], args: Sequence[Any]) -> None:
     torch.set_num_threads(1)
-    schedule_as_batch()  # both as the command line does
-    use_huge_pages()
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    use_huge_pages()  # as the command line does
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     cores = sorted(os.sched_getaffinity(0))
     if num_ranks <= len(cores):

@@ -5,7 +5,7 @@ import importlib.util
 import os
 import sys
 
-from distprune.cli.launchers import likely_rank
+from distprune.cli.launch import likely_rank
 
 # What the extra ``hf`` brings and torch does not.
 _NEEDED = ("typer", "rich", "tqdm", "transformers", "huggingface_hub", "safetensors", "xxhash")

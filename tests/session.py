@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from distprune.cli.ranks import schedule_as_batch
 from distprune.kernels import available
 from tests.hf_models import make_model
 from tests.worlds import NOBODYS_SEED, ProcessPool, process_pool
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)
-schedule_as_batch()  # and with it every rank the tests start
+if hasattr(os, "SCHED_BATCH"):  # ranks on few cores, and gloo's threads, interrupt each other less
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def pytest_collection_finish() -> None:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import json
+import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-import torch
 import typer
 
 from distprune.checkpoint.inspect import inspect_directory
-from distprune.cli.bus_error import explain_bus_errors
 from distprune.cli.commands import JobCommand, add_command, as_epilog
 from distprune.cli.display import Display
-from distprune.cli.ending import end, forgive_lost_output, open_standard_streams, tell_torchrun
+from distprune.cli.launch import end, finish_ranks, likely_rank, start_ranks, torch_variables
 from distprune.cli.out_of_memory import is_out_of_memory, memory_line
-from distprune.cli.ranks import Launch
+from distprune.cli.streams import ignore_write_errors, open_standard_streams, tell_torchrun
 from distprune.cli.usage import UsageError, usage_text
 from distprune.cli.wording import worded
 from distprune.collectives.base import as_told, cannot_meet, has_lost_ranks
@@ -69,6 +70,7 @@ _RUN: dict[type[BareJob], Callable[..., JobReport[Work] | PlannedWalk | Sampled]
     ShrinkJob: run_shrink_job,
     SampleJob: run_sample_job,
 }
+_GRACE = 2.0  # seconds in which the first rank speaks and the launcher ends the others
 _LOST = re.compile("Connection (closed|reset) by peer|Broken pipe")  # as gloo says it, also in FSDP2's collectives
 
 
@@ -170,23 +172,28 @@ def run() -> NoReturn:
     128 + n for signal n.
     """
     open_standard_streams()
-    explain_bus_errors()
-    forgive_lost_output("stderr")
-    launch = Launch()
-    shown = io.StringIO()
+    faulthandler.enable(2)
+    ignore_write_errors("stderr")
+    rank, shown = likely_rank(os.environ), io.StringIO()
     with contextlib.ExitStack() as stack:
-        if launch.rank > 0:  # the first rank says the same, or else this one says it later
+        if rank > 0:
             stack.enter_context(contextlib.redirect_stdout(shown))
             stack.enter_context(contextlib.redirect_stderr(shown))
         asked = _parse()
     if isinstance(asked, JobCommand):
-        forgive_lost_output("stdout")
-        end(_work(asked, launch))
+        ignore_write_errors("stdout")
+        end(_work(asked))
+    if rank > 0 and asked:
+        _speak_last(shown.getvalue())
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    if launch.leave(asked) and launch.rank > 0:
-        sys.stderr.write(shown.getvalue())
     end(asked)
+
+
+def _speak_last(text: str) -> None:
+    """Leave it to the first rank, which says the same, unless nobody has ended this one after that."""
+    time.sleep(_GRACE)
+    sys.stderr.write(f"rank {likely_rank(os.environ)}: {text}")
 
 
 def _parse() -> JobCommand | int:
@@ -195,6 +202,7 @@ def _parse() -> JobCommand | int:
     code = 1
     command: Any = typer.main.get_command(app)
     try:
+        os.environ.update(torch_variables(os.environ))
         left = command.main(prog_name="distprune", obj=asked.append, standalone_mode=False)
         code = left if isinstance(left, int) else 0
     except UsageError as error:
@@ -207,32 +215,29 @@ def _parse() -> JobCommand | int:
     return asked[0] if asked else code
 
 
-def _work(start: JobCommand, launch: Launch) -> int:
+def _work(start: JobCommand) -> int:
     """Run the job on the ranks; return the exit code, which is 0 only where the output is complete."""
-    device, display = torch.device("cpu"), None
+    display = None
     try:
-        device = launch.start(start.device, start.timeout)
+        device = start_ranks(start.device, start.timeout)
         # A streamed job is on the CPU.
         where = {} if isinstance(start.job, StreamedJob) else {"device": device}
-        with Display(visible=launch.rank == 0, verbose=start.verbose) as display:
+        with Display(visible=likely_rank(os.environ) == 0, verbose=start.verbose) as display:
             report = _RUN[type(start.job)](start.job, **where, watcher=display)
-        launch.finish()
+        finish_ranks()
     except (SystemExit, KeyboardInterrupt) as leaving:
         signalled = leaving.code if isinstance(leaving, SystemExit) else 130
-        code = signalled if isinstance(signalled, int) and signalled else 1
-        launch.leave(code)
-        return code
+        return signalled if isinstance(signalled, int) and signalled else 1
     except BaseException as caught:
         error = as_told(caught)
         # What all ranks know the first one says for them.
         is_known = _has_lost_ranks(error) or ((is_expected(error) or was_told(error)) and not cannot_meet(error))
-        speaks_first = launch.rank == 0 or not is_known
-        text = _text(error, start.job, device, "starting" if display is None else display.stage)
+        text = _text(error, start.job, "starting" if display is None else display.stage)
         tell_torchrun(text)
-        if speaks_first:
+        if likely_rank(os.environ) == 0 or not is_known:
             sys.stderr.write(text)
-        if launch.leave(1) and not speaks_first:
-            sys.stderr.write(f"rank {launch.rank}: {text}")
+        else:
+            _speak_last(text)
         return 1
     with contextlib.suppress(Exception):
         if isinstance(report, PlannedWalk):
@@ -248,18 +253,16 @@ def _has_lost_ranks(error: Exception) -> bool:
     return has_lost_ranks(error) or (isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None)
 
 
-def _text(
-    error: Exception, job: BareJob | None = None, device: torch.device | None = None, stage: str = "reading"
-) -> str:
+def _text(error: Exception, job: BareJob | None = None, stage: str = "") -> str:
     """Return one line for what a check found, a lost rank or too little memory; what nobody expected has a traceback.
 
-    ``job``, ``device``, ``stage``: what was done, where, and how far.
+    ``job``, ``stage``: what was done, and how far.
     """
     if _has_lost_ranks(error):
         said = (str(error) or repr(error)).splitlines()[0][:200]
         return f"error: another rank has ended or cannot be reached: {said}\n"
-    if is_out_of_memory(error):
-        return f"error: {memory_line(error, stage, job, device or torch.device('cpu'))}\n"
+    if job is not None and is_out_of_memory(error):
+        return f"error: {memory_line(error, stage, job)}\n"
     if is_expected(error):
         said = printable(" ".join(str(error).split()))
         if job is not None:

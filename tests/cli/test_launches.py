@@ -8,12 +8,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from distprune.cli.launchers import detect
+from distprune.cli.launch import torch_variables
 from tests.started import be_rank
 from tests.worlds import CONTEXT
 
@@ -78,90 +77,66 @@ def test_mpiexec(tmp_path: Path, model_folder: Path, text_file: Path, expected: 
     check_output(tmp_path / "out", expected)
 
 
-class Started:
-    """Two ranks by hand, with the variables a launcher would set and nobody to look after them."""
-
-    def __init__(self, variables: list[dict[str, str]], command: list[str]) -> None:
-        self.processes = [
-            subprocess.Popen(command, env=environment(**own), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            for own in variables
-        ]
-
-    def finish(self, rank: int) -> tuple[int, str, str]:
-        out, error = self.processes[rank].communicate(timeout=SECONDS)
-        return self.processes[rank].returncode, out, error
-
-    def close(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-            process.communicate()
-
-
-@pytest.fixture
-def start() -> Iterator[list[Started]]:
-    running: list[Started] = []
-    yield running
-    for started in running:
-        started.close()
-
-
-def is_free(port: int) -> bool:
+def is_free(port: str) -> bool:
     with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
+        return probe.connect_ex(("127.0.0.1", int(port))) != 0
 
 
 @pytest.mark.whole
-def test_srun(tmp_path: Path, model_folder: Path, text_file: Path, expected: bytes, start: list[Started]) -> None:
+def test_srun(tmp_path: Path, model_folder: Path, text_file: Path, expected: bytes) -> None:
     step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    step["SLURM_STEP_NODELIST"] = "localhost"
-    for job_id in range(os.getpid(), os.getpid() + 100):
-        variables = [
-            {**step, "SLURM_JOB_ID": str(job_id), "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")
-        ]
-        if is_free(detect(variables[0]).port):
-            break
-    else:
-        pytest.fail("no free port")
-    start.append(Started(variables, [*PYTHON, *arguments(model_folder, tmp_path / "out", text_file)]))
-    for rank in (0, 1):
-        code, _, error = start[0].finish(rank)
-        assert code == 0, error
+    step |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_PROCID": "0"}
+    jobs = ({**step, "SLURM_JOB_ID": str(number)} for number in range(os.getpid(), os.getpid() + 100))
+    job = next(job for job in jobs if is_free(torch_variables(job)["MASTER_PORT"]))
+    line = arguments(model_folder, tmp_path / "out", text_file)
+    processes = [
+        CONTEXT.Process(target=be_rank, args=({**job, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}, line, ""))
+        for rank in ("0", "1")
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(SECONDS)
+    assert [process.exitcode for process in processes] == [0, 0]
     check_output(tmp_path / "out", expected)
-
-
-def wait_for(folder: Path, pattern: str, started: Started) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not list(folder.glob(pattern)):
-        assert time.monotonic() < deadline
-        assert all(process.poll() is None for process in started.processes), started.finish(0)
-        time.sleep(0.02)
 
 
 @pytest.mark.whole
 def test_torchrun_ends_all_and_nothing_is_left(tmp_path: Path, model_folder: Path, text_file: Path) -> None:
     psutil = pytest.importorskip("psutil")
-    long_text = tmp_path / "long.txt"
-    long_text.write_text(text_file.read_text() * 100)
+    (tmp_path / "long.txt").write_text(text_file.read_text() * 100)
     folder = tmp_path / "outputs"
-    started = Started([{}], [*TORCHRUN, *arguments(model_folder, folder / "out", long_text, 250_000)])
+    line = arguments(model_folder, folder / "out", tmp_path / "long.txt", 250_000)
+    started = subprocess.Popen([*TORCHRUN, *line], env=environment(), stderr=subprocess.PIPE, text=True)
     try:
-        wait_for(folder, ".out.partial-*", started)
-        workers = psutil.Process(started.processes[0].pid).children()
+        deadline = time.monotonic() + SECONDS
+        while not list(folder.glob(".out.partial-*")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        workers = psutil.Process(started.pid).children()
         next(worker for worker in workers if worker.environ().get("RANK") == "1").kill()
-        code, _, _ = started.finish(0)
-        assert code != 0
+        started.communicate(timeout=SECONDS)
+        assert started.returncode != 0
         assert psutil.wait_procs(workers, timeout=SECONDS)[1] == []
     finally:
-        started.close()
+        started.kill()
     assert list(folder.iterdir()) == []
 
 
 @pytest.mark.whole
-def test_mpiexec_with_different_arguments(tmp_path: Path, model_folder: Path, text_file: Path) -> None:
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--seed", "9"], "error: ranks were called with different arguments: --seed: 0 on rank 0; 9 on rank 1"),
+        (["--loud"], "rank 1: error: prune takes no --loud"),
+    ],
+)
+def test_mpiexec_ends_all_when_one_fails(
+    tmp_path: Path, model_folder: Path, text_file: Path, more: list[str], said: str
+) -> None:
     line = arguments(model_folder, tmp_path / "out", text_file)
-    done = finish([mpiexec(), "-n", "1", *PYTHON, *line, ":", "-n", "1", *PYTHON, *line, "--seed", "9"])
+    done = finish([mpiexec(), "-n", "1", *PYTHON, *line, ":", "-n", "1", *PYTHON, *line, *more])
     assert done.returncode != 0
-    assert done.stderr.count("error: ranks were called with different arguments: --seed: 0 on rank 0; 9 on rank 1") == 1
+    assert done.stderr.count(said) == 1
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
