@@ -102,8 +102,8 @@ def prune_blocks(
             within each key and value head, so that the layers that read them keep more (see
             ``oneshot.channel_order``). Layers in front have other rows then, and the block puts out the same. What
             knows channels by their numbers must be made afterwards: optimizers, masks, caches. Experts keep theirs, and
-            so does a block whose channels are not each other's like. The order follows from what a block is given: a
-            GPU and a CPU round that otherwise, come to other orders, and so to other weights in all that moves. Or
+            so does a block whose channels are not each other's like. The order follows from what a block is given: on a
+            GPU, or another number of ranks, that is rounded otherwise and may give another order. It needs scipy. Or
             ``"none"``. Default: ``"channels"`` for N:M with dense targets.
         group: the ranks that take part, as for ``prune_model``; it must span all that hold a part.
         offload: keep activations on the CPU between blocks, and the tokens of experts until they are sent.

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
+from distprune.checkpoint.optional_packages import import_extra
 from distprune.oneshot.admm import ADMM
 from distprune.oneshot.scored import Scored
 from distprune.oneshot.solver import Solver
@@ -50,6 +51,7 @@ class Recipe:
 
         Raises:
             ValueError, TypeError: a choice that there is not, or that does not go with another.
+            ImportError: scipy is not installed, and channels would change places.
         """
         check_seed(self.seed)
         _ = self.solver
@@ -61,10 +63,12 @@ class Recipe:
         permute = self.permute or ("channels" if isinstance(pattern, NByM) and targets == "dense" else "none")
         if chosen("refit", refit, BlockRefit) == "block":
             check_can_fit(targets)
-        if chosen("permute", permute, Permute) == "channels" and not isinstance(pattern, NByM):
-            raise ValueError(
-                f"{permute=} is for patterns such as '2:4', in whose groups channels meet, not {pattern!r}"
-            )
+        if chosen("permute", permute, Permute) == "channels":
+            if not isinstance(pattern, NByM):
+                raise ValueError(
+                    f"{permute=} is for patterns such as '2:4', in whose groups channels meet, not {pattern!r}"
+                )
+            import_extra("scipy", "hf")
         return replace(
             self,
             pattern=pattern.within("tensor") if pattern.has_scope else pattern,

@@ -9,7 +9,6 @@ from distprune.calibration.statistics import EXPERT_MEMORY
 from distprune.calibration.triangle import triangle_shape
 from distprune.oneshot.admm import CHUNK, NUM_STEPS
 from distprune.oneshot.block_fit import batch_size, num_steps
-from distprune.oneshot.channel_order import num_pairs, num_turns
 from distprune.oneshot.channels import make_groups
 from distprune.patterns.n_by_m import NByM
 
@@ -271,8 +270,10 @@ def order_cost(block: BlockShape, asked: WalkRequest) -> PartCost:
     assert asked.permutes is not None
     total, m = PartCost(), asked.permutes.m
     for of in asked.moved(block):
-        num_channels, pairs, turns = of.num_heads * of.length, of.num_heads * num_pairs(of.length // m), num_turns(m)
-        summed = (16.0 * of.copies + 8) * num_channels + turns * 8 * pairs
+        num_parts = -(-(of.length // m) // 256)
+        num_channels, pairs = of.num_heads * of.length, of.num_heads * num_parts * (of.length // m // num_parts) ** 2
+        turns = max(6, m)
+        summed = (16.0 * of.copies + 8 * (2 + turns)) * num_channels + turns * 8 * pairs
         summed, rows = summed * (asked.num_ranks > 1), of.num_bytes * asked.held * asked.away
         own = of.num_out / asked.num_ranks * of.copies  # rows
         work = _GAIN_OPERATIONS * turns * own * pairs / asked.speeds.float32 + _PAIR_SECONDS * turns * pairs

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
+import sys
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from distprune import prune_blocks
 from distprune.collectives.communicator import Alone, communicator
 from distprune.oneshot import channel_order as channel_order_module
-from distprune.oneshot.channel_order import _assigned, channel_order, move_channels
+from distprune.oneshot.channel_order import channel_order, move_channels
 from distprune.oneshot.channels import MovableChannels
 from distprune.oneshot.rows import Rows
 from distprune.shards.geometry import Runs
@@ -61,7 +62,7 @@ def reads(num_channels: int, num_heads: int = 1, copies: int = 1) -> MovableChan
         (3, 4, 1, 1, 512, 0.2),
         (2, 4, 3, 2, 512, 0.92),
         (2, 4, 1, 1, 2, 0.465),
-        (2, 4, 2, 1, 5, 0.72),
+        (2, 4, 2, 1, 5, 0.73),
     ],
 )
 def test_more_is_kept(
@@ -98,21 +99,6 @@ def test_near_the_best_there_is() -> None:
     assert statistics.fmean(shares) > 0.6
 
 
-@pytest.mark.parametrize("num", [2, 3, 8, 13])
-def test_no_exchange_of_two_gains_more(num: int) -> None:
-    for seed in range(4):
-        gains = np.random.default_rng(seed).integers(0, 1000, (num, num))
-        goes_to = _assigned(gains)
-        assert sorted(goes_to) == list(range(num))
-        total = gains[np.arange(num), goes_to].sum()
-        assert total >= np.trace(gains)
-        if num == 3:
-            totals = [sum(gains[i, of] for i, of in enumerate(p)) for p in itertools.permutations(range(3))]
-            assert total >= sorted(totals)[-3]
-        elif num == 2:
-            assert total == max(np.trace(gains), np.trace(gains[::-1]))
-
-
 def on_thread(rank: int, weight: torch.Tensor, sums: torch.Tensor, num_heads: int) -> tuple[list[int], int, int]:
     start, stop = (0, 10, 10, 24)[rank : rank + 2] if rank < 3 else (0, 24)
     comm = communicator(None)
@@ -121,19 +107,32 @@ def on_thread(rank: int, weight: torch.Tensor, sums: torch.Tensor, num_heads: in
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "most", "sizes"), [(1, 512, [24]), (3, 512, [8] * 3), (1, 7, [6] * 4), (1, 5, [5] * 4 + [4])]
+    ("num_heads", "most", "num_pairs"), [(1, 512, 24**2), (3, 512, 3 * 8**2), (1, 7, 4 * 6**2), (1, 5, 5 * 4**2)]
 )
-def test_any_number_of_ranks_finds_the_same(
-    num_heads: int, most: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows are shared out unevenly; a rank that has a copy of them counts none."""
+def test_all_ranks_take_the_same(num_heads: int, most: int, num_pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does, but for rounding. Rows are shared out unevenly; a rank that has a copy of them counts none."""
     monkeypatch.setattr(channel_order_module, "_MOST_GROUPS", most)
     weight, sums = drawn(24, 96)
-    alone = channel_order(Alone(), rows_of(weight), sums, reads(96, num_heads), 2, 4).tolist()
-    num_pairs = sum(size**2 for size in sizes)
-    for order, num_rounds, num_bytes in run_threads(4, on_thread, weight, sums, num_heads):
-        assert order == alone
-        assert (num_rounds, num_bytes) == (8, 8 * (96 + 1) + 6 * 8 * (num_pairs + 1) + 64)
+    alone = kept(weight, sums, channel_order(Alone(), rows_of(weight), sums, reads(96, num_heads), 2, 4), 2, 4)
+    found = run_threads(4, on_thread, weight, sums, num_heads)
+    assert found == [found[0]] * 4
+    order, num_rounds, num_bytes = found[0]
+    assert kept(weight, sums, torch.tensor(order), 2, 4) == pytest.approx(alone, rel=1e-3)
+    assert (num_rounds, num_bytes) == (14, 8 * 8 * (96 + 1) + 6 * 8 * (num_pairs + 1))
+
+
+def test_what_is_not_finite_is_left_to_the_solver() -> None:
+    weight, sums = drawn(24, 96)
+    weight[3, 5] = math.nan
+    assert sorted(channel_order(Alone(), rows_of(weight), sums, reads(96), 2, 4).tolist()) == list(range(96))
+
+
+def test_scipy_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything runs, where channels would change places; not where they keep theirs."""
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(ImportError, match=r"distprune\[hf\]"):
+        prune_blocks(tiny_model("llama"), TOKENS, pattern="2:4")
+    prune_blocks(tiny_model("llama"), TOKENS, method="wanda", pattern="2:4")
 
 
 def moved_on_rank(_: int, layout: str, architecture: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
