@@ -14,8 +14,6 @@ from distprune.kernels.held import zero_where_masked
 from distprune.shards.device import chunk_size, on_host
 from distprune.shards.local_shard import bits_of
 
-_NUM_SAMPLED = 100
-
 
 def zero_where_pruned(local: torch.Tensor, mask: torch.Tensor) -> None:
     """Write 0 (never -0) into ``local`` wherever ``mask`` (bool, same local shape) is False. Local.
@@ -88,17 +86,6 @@ def _has_zeros(bits: torch.Tensor, least: int) -> bool:
         if least <= 0:
             return True
     return False
-
-
-def seems_kept(local: torch.Tensor, kept: torch.Tensor) -> bool:
-    """Return whether ``kept`` still says where ``local`` is other than +0.0, judged by some 100 places. Local.
-
-    For writes that torch does not count, such as those to ``local.data``. On the host.
-    """
-    step = local.numel() // _NUM_SAMPLED | 1  # odd: else it could be the same columns of all rows
-    return local.is_contiguous() and np.array_equal(
-        bits_of(local).view(-1)[::step].numpy() != 0, kept.view(-1)[::step].numpy()
-    )
 
 
 @torch.no_grad()

@@ -97,7 +97,7 @@ def is_zero(values: torch.Tensor) -> torch.Tensor:
 
 
 def fetched(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return ``tensors`` on the CPU: one wait for all of a dtype. The only way from a device but :class:`Arriving`."""
+    """Return ``tensors`` on the CPU: one wait for all of a dtype. The only way from a device."""
     there: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, tensor in enumerate(tensors):
         there.setdefault((tensor.device, tensor.dtype), []).append(i)
@@ -114,24 +114,6 @@ def fetched(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return ``tensor``, which lies on the CPU, on ``device``. The only way there: the host does not wait."""
     return tensor.to(device, non_blocking=True)  # what is not pinned is copied aside before this returns
-
-
-class Arriving:
-    """``values`` of a device on their way to the host, which goes on meanwhile."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self._values = values.to("cpu", non_blocking=True)  # into pinned memory
-        self._event = None if values.device.type == "cpu" else torch.Event(values.device)
-        if self._event is not None:
-            self._event.record()
-
-    def values(self, *, waits: bool) -> torch.Tensor | None:
-        """Return them on the CPU; unless it ``waits``, ``None`` where they are not there yet."""
-        if self._event is not None and waits:
-            self._event.synchronize()
-        elif self._event is not None and not self._event.query():
-            return None
-        return self._values
 
 
 class _OfProcess:

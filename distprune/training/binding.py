@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -18,9 +16,9 @@ from distprune.models.find_shards import NamePattern, find_shards
 from distprune.shards.fsdp2 import Fsdp2Params
 from distprune.shards.layouts import is_flattened, local_of, local_shard
 from distprune.shards.local_shard import LocalShard
-from distprune.shards.parameter_range import ParameterRange, ranges_of
+from distprune.shards.parameter_range import ranges_of
 from distprune.shards.torch_private import private
-from distprune.training.held import Held, HeldTogether, Versions
+from distprune.training.held import Held, HeldTogether
 from distprune.training.optimizers import parameters_of
 
 _backward_task = private("torch._C", "_current_graph_task_id")
@@ -32,18 +30,11 @@ def in_backward() -> bool:
     return bool(_backward_task() != -1)
 
 
-@dataclass(frozen=True)
-class Moved:
-    """What one optimizer moves of what is held, and where that is in its parameters."""
-
-    ranges: list[tuple[Held, ParameterRange]]
-    together: HeldTogether
-
-
 class Binding:
     """The held parameters of a model on this rank, and the hooks that follow them. No communication.
 
-    ``at_gradient`` is called with a parameter's zeros as soon as its gradient is accumulated. ``trusts_loaded``: states
+    ``at_forward`` is called before the model is, ``at_gradient`` with a parameter's zeros as soon as its gradient is
+    accumulated. ``trusts_loaded``: states
     that are loaded into the model are from a training like this one. The model's own hooks do not keep it alive, and
     are not copied with the model.
     """
@@ -53,25 +44,29 @@ class Binding:
         model: nn.Module,
         include: NamePattern | Sequence[NamePattern],
         exclude: NamePattern | Sequence[NamePattern],
+        at_forward: Callable[[], None],
         at_gradient: Callable[[Held], None],
         trusts_loaded: bool,
     ) -> None:
         self._model, self._include, self._exclude = model, include, exclude
         self._left_out: frozenset[str] = frozenset()  # of what was found: the default follows from the whole model
-        self._at_gradient, self._trusts_loaded = at_gradient, trusts_loaded
+        self._at_forward, self._at_gradient, self._trusts_loaded = at_forward, at_gradient, trusts_loaded
         self._shards: list[LocalShard] = []  # also what has no memory yet (meta)
-        # By optimizer, with the parameters that it had.
-        self._moved: dict[int, tuple[object, Moved]] = {}
-        self._of_model: list[RemovableHandle] = []
-        self._watched: list[RemovableHandle] = []
-        self._versions: Versions = WeakValueDictionary()
+        self._moved: dict[int, tuple[object, HeldTogether]] = {}  # by optimizer, with the parameters that it had
+        self._model_hooks: list[RemovableHandle] = []
+        self._gradient_hooks: list[RemovableHandle] = []
         self.held: list[Held] = []
-        self.together: HeldTogether  # all of them, once some were taken
+        self.together = HeldTogether([])  # all of them
 
     @property
     def names(self) -> frozenset[str]:
         """The names of what is held."""
         return frozenset(shard.name for shard in self._shards)
+
+    @property
+    def has_flat(self) -> bool:
+        """Whether parameters are parts of flat ones (FSDP1), whose gradients have no hook."""
+        return any(held.shard.tensor is None for held in self.held)
 
     def take(self, shards: Sequence[LocalShard]) -> list[LocalShard]:
         """Hold ``shards``, and later what is in their ranges. Return those that have values."""
@@ -81,36 +76,35 @@ class Binding:
 
     def attach(self) -> None:
         """Register the hooks: nothing has been changed before."""
-        self._of_model = [
-            self._model.register_forward_pre_hook(Weak(self.follow), prepend=True),
+        self._model_hooks = [
+            self._model.register_forward_pre_hook(Weak(self._at_forward), prepend=True),
             self._model.register_load_state_dict_post_hook(Weak(self._state_loaded)),  # type: ignore[no-untyped-call]
         ]
         self._watch()
 
     def remove(self) -> None:
         """Remove all hooks."""
-        for handle in (*self._of_model, *self._watched):
+        for handle in (*self._model_hooks, *self._gradient_hooks):
             handle.remove()
-        self._of_model, self._watched = [], []
+        self._model_hooks, self._gradient_hooks = [], []
 
     def find(self, model: nn.Module | None = None) -> list[LocalShard]:
         """Return what is held as it is now, or its likes in another ``model``. Layers added since are held."""
         found = self._found(self._model if model is None else model)
         return [shard for shard in found if shard.name not in self._left_out]
 
-    def of(self, optimizer: Optimizer) -> Moved:
+    def moved_by(self, optimizer: Optimizer) -> HeldTogether:
         """Return what ``optimizer`` moves of what is held."""
         parameters = parameters_of(optimizer)
         key = [(id(parameter), local_of(parameter).data_ptr()) for parameter in parameters]
         known = self._moved.get(id(optimizer))
         if known is not None and known[0] == key:
             return known[1]
-        found = self._found_in(parameters)
+        moved = self._among(parameters)
         # Wrappers may have replaced the parameters, something their memory, and layers may have been added.
-        if (not found or known is not None) and not in_backward():
+        if (not moved.held or known is not None) and not in_backward():
             self.renew()
-            found = self._found_in(parameters)
-        moved = Moved(found, HeldTogether([held for held, _ in found]))
+            moved = self._among(parameters)
         self._moved[id(optimizer)] = key, moved
         return moved
 
@@ -119,7 +113,7 @@ class Binding:
         self._bind(self.find())
 
     def follow(self) -> None:
-        """Take up parameters that were replaced or written to, before a forward. FSDP1's are taken up before a step."""
+        """Take up parameters that were replaced, before a forward. FSDP1's are taken up before a step."""
         replaced = [shard for shard in self._shards if _registered(shard) is not shard.tensor]
         fsdp2 = Fsdp2Params() if replaced else None
         moved: dict[str, LocalShard] = {}
@@ -131,7 +125,6 @@ class Binding:
                 moved[shard.name] = local_shard(shard.name, tensor, shard.module, shard.attribute)
         if moved:
             self._bind([moved.get(shard.name, shard) for shard in self._shards])
-        self.together.notice_writes()
 
     def trust(self, *, signs: bool) -> None:
         """Say whether the sign of a zero speaks in what is there now; otherwise zeros of both signs are held."""
@@ -150,8 +143,8 @@ class Binding:
             if shard.local.is_meta:
                 continue
             known = held = before.get(shard.name)
-            if held is None or held.shard.geometry != shard.geometry or held.kept.device != shard.local.device:
-                held = Held(shard, self._versions)
+            if held is None or held.shard.geometry != shard.geometry or held.mask.device != shard.local.device:
+                held = Held(shard)
                 held.may_be_foreign = known is None or known.may_be_foreign
             elif held.shard.local.data_ptr() != shard.local.data_ptr():
                 held.may_be_foreign |= not self._trusts_loaded  # as remove() leaves a product, with zeros of both signs
@@ -159,25 +152,26 @@ class Binding:
             self.held.append(held)
         self.together = HeldTogether(self.held)
         self._moved.clear()
-        if self._of_model:
+        if self._model_hooks:
             self._watch()
 
     def _found(self, model: nn.Module) -> list[LocalShard]:
         return find_shards(model, self._include, self._exclude).shards
 
     def _watch(self) -> None:
-        for handle in self._watched:
+        for handle in self._gradient_hooks:
             handle.remove()
-        self._watched = []
+        self._gradient_hooks = []
         for held in self.held:
             tensor = held.shard.tensor  # None: FSDP1
             if tensor is not None and tensor.requires_grad and tensor.is_leaf:
                 hook = Weak(self._at_gradient, held)
-                self._watched.append(tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                self._gradient_hooks.append(tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
-    def _found_in(self, parameters: Sequence[torch.Tensor]) -> list[tuple[Held, ParameterRange]]:
+    def _among(self, parameters: Sequence[torch.Tensor]) -> HeldTogether:
         ranges = ranges_of([held.shard for held in self.held], parameters)
-        return [(held, where) for held, where in zip(self.held, ranges, strict=True) if where is not None]
+        pairs = [(held, where) for held, where in zip(self.held, ranges, strict=True) if where is not None]
+        return HeldTogether([held for held, _ in pairs], [where for _, where in pairs])
 
 
 class Weak:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -28,9 +29,8 @@ from distprune.models.runnable import check_not_offloaded
 from distprune.patterns.base import Pattern
 from distprune.pruning.agreement import Agreed, agree_on_model
 from distprune.shards.local_shard import bits_of
-from distprune.shards.parameter_range import ParameterRange
-from distprune.training.binding import Binding, Moved
-from distprune.training.held import Held, HeldTogether, warn_of_overwritten
+from distprune.training.binding import Binding
+from distprune.training.held import Held, HeldTogether
 from distprune.training.natural_zeros import check_zeros, num_zeros
 from distprune.training.optimizers import (
     Optimizers,
@@ -62,18 +62,17 @@ def hold_zeros(
     there at the call, or come with a ``load_state_dict`` of other zeros: a product with a mask leaves both. From then
     on a kept weight that becomes zero is written as -0.0, the same number; :meth:`Hold.finish` turns it into 0.0. It
     may be called before or after the model and the optimizer are wrapped or loaded. Weights are read again when torch
-    has counted a write to them, or a sample of about 100 of a parameter shows one that it does not count, such as
-    through ``data``; on a device only before a backward pass. So -0.0 counts as kept where you write it later:
-    ``weight.mul_(mask)`` leaves it where weights were negative; ``weight.masked_fill_(~mask, 0)`` does not. And every
-    +0.0 that you write is held for good, pruned or not, as by ``weight.clamp_(min=0)``.
+    has counted a write to them, and on a CPU before every step. Torch does not count what is written through ``data``:
+    on a device, write to the parameter itself, within ``torch.no_grad()``. -0.0 counts as kept where you write it
+    later: ``weight.mul_(mask)`` leaves it where weights were negative; ``weight.masked_fill_(~mask, 0)`` does not. And
+    every +0.0 that you write is held for good, pruned or not, as by ``weight.clamp_(min=0)``.
 
     Zeros that are there by nature are held, too, and never learn: leave them out with ``exclude``. A warning names
     matrices of them by one sign: all their other weights are the same number, as ``eye_`` and ``dirac_`` leave them.
 
     If a parameter loses nearly all of its zeros, between steps or before :meth:`Hold.finish`, they were overwritten: by
     a dense checkpoint, a merged adapter, or an optimizer that writes weights it has kept. Their places stay held as of
-    the last step, and a warning names the parameter; each rank judges its own part. On a device the warning, and clean
-    moments where torch counts no write, come a step later.
+    the last step, and a warning names the parameter; each rank judges its own part.
 
     Args:
         model: in any layout that :func:`distprune.prune_model` takes, wrapped or not.
@@ -133,10 +132,10 @@ class Hold:
                 if not checks:
                     self._binding.take(agreed.shards())
                 optimizers: list[Optimizer] = self._optimizers or []
-                moves = any(self._binding.of(optimizer).ranges for optimizer in optimizers)
-                check_moves(optimizers, [each.shard for each in self._binding.held], moves=moves)
+                moves = any(self._binding.moved_by(optimizer).held for optimizer in optimizers)
+                check_moves(optimizers, [held.shard for held in self._binding.held], moves=moves)
                 if not waits:
-                    self._read(self._binding.together, waits=True)
+                    self._binding.together.read(at_step=True)
                 self._attach()
         except Exception:
             self.remove()
@@ -150,25 +149,23 @@ class Hold:
 
     def _start(self) -> None:
         """Begin with what no copy takes along."""
-        self._stepping: dict[int, Moved] = {}  # by optimizer
+        self._stepping: dict[int, HeldTogether] = {}  # by optimizer
         self._to_skip: set[int] = set()  # of optimizers, by id, as what follows
         self._put_away: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}  # gradients, during such a step
         self._hooks = StepHooks(self._at_step, self._after_step, self._hold_in, each_time=False)
-        self._binding = Binding(self._model, self._include, self._exclude, self._at_gradient, self._trusts_loaded)
+        self._binding = Binding(
+            self._model, self._include, self._exclude, self._at_forward, self._at_gradient, self._trusts_loaded
+        )
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle needs: the hooks of the optimizers go with neither, so they are set anew."""
-        names = ["_model", "_include", "_exclude", "_comm", "_optimizers", "_listeners", "leaves_gradients_dense"]
-        names += ["_has_begun", "_trusts_loaded"]
-        return {
-            **{name: vars(self)[name] for name in names},
-            "held": self._binding.names,
-            "holds": bool(self._hooks.handles),
-        }
+        left_out = ("_stepping", "_to_skip", "_put_away", "_hooks", "_binding")
+        state = {name: value for name, value in vars(self).items() if name not in left_out}
+        return state | {"names": self._binding.names, "holds": bool(self._hooks.handles)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        names, holds = state.pop("held"), state.pop("holds")
+        names, holds = state.pop("names"), state.pop("holds")
         vars(self).update(state)
         self._start()
         self._binding.take([shard for shard in self._binding.find() if shard.name in names])
@@ -202,69 +199,61 @@ class Hold:
     def _at_step(self, optimizer: Optimizer) -> None:
         """Do what is due before a step, now that its gradients are there."""
         if self._optimizers is None or optimizer is self._optimizers[0]:
-            if self._listeners and not self.leaves_gradients_dense:
-                self._mask_late(self._optimizers or [optimizer])
+            if self._listeners and not self.leaves_gradients_dense and self._binding.has_flat:
+                for each in self._optimizers or [optimizer]:  # no hook has masked them: what grows has no gradient yet
+                    self._mask_gradients(each)
             self._to_skip.clear()
             for listener in self._listeners:
                 listener(optimizer)
         self._hold_in(optimizer)
         if id(optimizer) in self._to_skip:
             self._to_skip.remove(id(optimizer))
-            self._put_away[id(optimizer)] = there = [(each, each.grad) for each in parameters_of(optimizer)]
-            for parameter, _ in there:
+            self._put_away[id(optimizer)] = gradients = [(each, each.grad) for each in parameters_of(optimizer)]
+            for parameter, _ in gradients:
                 parameter.grad = None
 
-    def _mask_late(self, optimizers: Sequence[Optimizer]) -> None:
-        """Mask FSDP1's gradients, which no hook has masked: what grows now has no gradient yet, as in other layouts."""
-        if not self._has_begun or all(held.shard.tensor is not None for held in self._binding.held):
-            return
-        for optimizer in optimizers:
-            for held, where in self._binding.of(optimizer).ranges:
-                if held.shard.tensor is None:
-                    self._binding.together.read_for(held)
-                    held.mask_gradient(where)
+    def _mask_gradients(self, optimizer: Optimizer) -> HeldTogether:
+        """Read what is held of what ``optimizer`` moves, and mask its gradients."""
+        moved = self._binding.moved_by(optimizer)
+        if self._has_begun:
+            moved.read(at_step=True)
+            moved.mask_gradients()
+        return moved
 
     @torch.no_grad()
     def _hold_in(self, optimizer: Optimizer) -> None:
         """Write zeros into gradients and moments where weights are held now."""
         if not self._has_begun:
             return
-        moved = self._binding.of(optimizer)
-        has_history = isinstance(optimizer, torch.optim.LBFGS)  # it waits for its losses in any case
-        self._read(moved.together, waits=has_history)
-        if has_history and any(held.is_new for held, _ in moved.ranges):
+        moved = self._stepping[id(optimizer)] = self._mask_gradients(optimizer)
+        if isinstance(optimizer, torch.optim.LBFGS) and any(held.is_new for held in moved.held):
             for state in optimizer.state.values():
                 state["n_iter"] = 0  # a history over all parameters at once: it starts anew
-        moved.together.clean([(held, where, state_of(optimizer, where.parameter)) for held, where in moved.ranges])
-        moved.together.mask_gradients(moved.ranges)
-        self._stepping[id(optimizer)] = moved
+        moved.clean(partial(state_of, optimizer))
 
     def _after_step(self, optimizer: Optimizer) -> None:
         moved = self._stepping.pop(id(optimizer), None)
         if moved is not None:
-            moved.together.write_zeros()
+            moved.write_zeros()
         for parameter, gradient in self._put_away.pop(id(optimizer), ()):
             parameter.grad = gradient
-
-    def _read(self, held: HeldTogether, *, waits: bool) -> None:
-        """Read which weights of ``held`` are zero now, and warn of those whose zeros were overwritten. Local."""
-        lost = held.read(waits=waits)
-        if lost:
-            warn_of_overwritten(lost)
 
     def _state_loaded(self, _: Optimizer) -> None:
         for held in self._binding.held:
             held.is_new = True
 
+    def _at_forward(self) -> None:
+        self._binding.follow()
+        if self._has_begun and torch.is_grad_enabled():
+            self._binding.together.read()
+
     @outside_dynamo  # type: ignore[untyped-decorator]
     def _at_gradient(self, held: Held) -> None:
         if self.leaves_gradients_dense or not self._has_begun:
             return
-        if not self._stepping:  # a closure that is evaluated within a step: weights are on their way
-            self._binding.together.read_for(held)
-        tensor = held.shard.tensor
-        assert tensor is not None
-        held.mask_gradient(ParameterRange(tensor, 0, held.shard.geometry.local_shape))
+        if not self._stepping and held.is_written():  # within a step, for a closure, weights are on their way
+            HeldTogether([held]).read()  # others may be needed as they are by what is left of the backward pass
+        held.mask_gradient()
 
     def before_step(self, listener: Callable[[Optimizer], None]) -> None:
         """Call ``listener`` before each step of the first optimizer, and before it is read what is held. Local."""
@@ -282,7 +271,7 @@ class Hold:
         """
         if self._hooks.handles and self._has_begun:
             self._binding.renew()
-            self._read(self._binding.together, waits=True)
+            self._binding.together.read(at_step=True)
             self._binding.together.write_zeros()
         self.remove()
         for shard in self._binding.find():
@@ -332,9 +321,9 @@ class Hold:
                     raise ValueError(
                         f"{held.shard.name!r} is missing, or laid out differently; pass a copy of the held model"
                     )
-                work.append((shard.local, held.kept.to(shard.local.device)))
-        for local, kept in work:
-            zero_where_pruned(local, kept)
+                work.append((shard.local, held.mask.to(shard.local.device)))
+        for local, mask in work:
+            zero_where_pruned(local, mask)
 
     def regrow(
         self, share: float, pattern: Pattern | str = "unstructured", *, by: GrowBy = "random", seed: int | None = None
