@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -18,14 +18,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from distprune.collectives.agree import max_together, sum_together
-from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Group, communicator
 from distprune.formatting import cut, one_line
 from distprune.masks.in_place import bring_back, set_aside
 from distprune.models.find_shards import Found, NamePattern, find_shards
 from distprune.patterns.as_pattern import as_pattern, says_how_much
 from distprune.patterns.base import Pattern, Ranked
-from distprune.pruning.agreement import agreeing, all_shown, choose_masks, fitted
+from distprune.pruning.agreement import Agreed, agreeing, all_shown, choose_masks, fitted
 from distprune.scores.as_score import Magnitude
 from distprune.scores.base import LocalScores
 from distprune.shards.device import fetched, row_chunks
@@ -33,15 +32,10 @@ from distprune.shards.local_shard import LocalShard
 from distprune.shards.parameter_range import gradients_of, ranges_of
 from distprune.training.binding import Weak, in_backward
 from distprune.training.carried import laid_out, load_in_place
-from distprune.training.optimizers import (
-    Optimizers,
-    check_moves,
-    inside,
-    only_makes_state,
-    parameters_of,
-    unwrapped,
-)
+from distprune.training.optimizers import Optimizers, check_moves, inside, only_makes_state, parameters_of, unwrapped
 from distprune.training.step_hooks import StepHooks
+
+_WHAT = "weights set aside"
 
 
 @final
@@ -105,19 +99,19 @@ class StraightThrough:
         self.step = 0  # how many were done
         self._model, self._pattern, self._decay, self._every = model, pattern, decay, every
         self._include, self._exclude = include, exclude
-        self._comm: Communicator = communicator(group)
+        self._comm = communicator(group)
         self._aside: dict[str, torch.Tensor] = {}  # by parameter, of local shape
         self._was_written = False  # to a pruned weight, on some rank, since the mask was chosen
+        self._optimizers: list[Optimizer] = []
+        self._layout: dict[str, object] = {}
         self._start()
-
-        def look() -> Found:
-            _check_arguments(pattern, decay, every)
+        with agreeing(self._comm) as agreed:
+            self._check_arguments()
             self._optimizers = _that_step(optimizer)
             found = find_shards(model, include, exclude)
             self._layout = _layout_of(found.shards)
-            return found
-
-        shards, masks = self._chosen(look)
+            self._state(agreed, found)
+        shards, masks = self._choose(agreed)
 
         def prepare(moves: torch.Tensor) -> None:
             self._aside = {shard.name: torch.zeros_like(shard.local) for shard in shards}
@@ -126,15 +120,13 @@ class StraightThrough:
             check_moves(self._optimizers, shards, moves=bool(moves.any()))
 
         moves = max_together(self._comm, (len(self._optimizers),), prepare).tolist()
-        self._optimizers = [each for each, of_each in zip(self._optimizers, moves, strict=True) if of_each]
+        self._optimizers = [each for each, moves_some in zip(self._optimizers, moves, strict=True) if moves_some]
         self._attach()
-        for shard, mask in zip(shards, masks, strict=True):  # from here on no rank can fail
-            set_aside(shard.local, self._aside[shard.name], mask)
+        self._set_aside(shards, masks)  # from here on no rank can fail
 
     def _start(self) -> None:
         """Begin with what no copy takes along."""
-        self._dense: dict[int, list[LocalShard]] = {}  # what has its latent weights, by the optimizer that steps it
-        self._found: Found | None = None  # in the step that is going on
+        self._dense: list[LocalShard] | None = None  # what has its latent weights, within a step
         # A closure may be called again, on weights that have moved.
         self._hooks = StepHooks(self._make_dense, self._after_step, self._prune_again, each_time=True)
 
@@ -149,10 +141,8 @@ class StraightThrough:
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle needs: hooks go with neither, so they are set anew."""
         self._prune_again()
-        left_out = ("_dense", "_found", "_hooks")
-        return {name: value for name, value in vars(self).items() if name not in left_out} | {
-            "trains": bool(self._hooks.handles)
-        }
+        state = {name: value for name, value in vars(self).items() if name not in ("_dense", "_hooks")}
+        return state | {"trains": bool(self._hooks.handles)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         trains = state.pop("trains")
@@ -172,7 +162,9 @@ class StraightThrough:
             NotImplementedError: under FSDP1, whose places no checkpoint knows.
         """
         self._prune_again()
-        return {"step": self.step, "aside": self._laid_out()}
+        found = find_shards(self._model, self._include, self._exclude).shards
+        shards = [shard for shard in found if shard.name in self._aside]
+        return {"step": self.step, "aside": laid_out(shards, lambda shard: self._aside[shard.name], _WHAT)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a :meth:`state_dict`; weights and optimizer are loaded as ever. Local.
@@ -182,9 +174,8 @@ class StraightThrough:
                 load that, and make this anew), that of other parameters, or of another rank: DTensors that were not
                 loaded in place, as ``torch.distributed.checkpoint`` does it.
         """
-        self._prune_again()
         step = int(state_dict["step"])
-        load_in_place(self._comm, self._laid_out(), state_dict["aside"], "weights set aside")
+        load_in_place(self._comm, self.state_dict()["aside"], state_dict["aside"], _WHAT)
         self.step = step
 
     @override
@@ -197,35 +188,47 @@ class StraightThrough:
         self._hooks.remove()
         self._aside = {}
 
-    def _laid_out(self) -> dict[str, torch.Tensor]:
-        found = find_shards(self._model, self._include, self._exclude).shards
-        shards = [shard for shard in found if shard.name in self._aside]
-        return laid_out(shards, lambda shard: self._aside[shard.name], "weights set aside")
+    def _check_arguments(self) -> None:
+        says = says_how_much(self._pattern)
+        as_pattern(self._pattern, None if says else 0.0)
+        if not says:
+            raise ValueError(
+                f"pattern={self._pattern!r} does not say how much is pruned; pass it as a value, such as PerRow(0.5), "
+                "or as N:M"
+            )
+        if not 0 <= self._decay < math.inf:
+            raise ValueError(f"decay={self._decay!r} must be a number from 0 up, such as 2e-4")
+        if isinstance(self._every, bool) or not isinstance(self._every, int) or self._every < 1:
+            raise ValueError(f"every={self._every!r} must be a number of steps, at least 1")
 
-    def _chosen(self, find: Callable[[], Found]) -> tuple[list[LocalShard], list[torch.Tensor]]:
+    def _state(self, agreed: Agreed, found: Found) -> None:
+        """State, within ``agreeing``, what is pruned and how."""
+        pattern = as_pattern(self._pattern)
+        shards = [fitted(pattern, shard, shard.name) for shard in found.shards]
+        agreed.found = dataclasses.replace(found, shards=shards)
+        agreed.facts = {
+            "pattern": repr(pattern),
+            "decay": repr(self._decay),
+            "every": self._every,
+            "include": all_shown(self._include),
+            "exclude": all_shown(self._exclude),
+            "number of optimizers": len(self._optimizers),
+        }
+
+    def _choose(self, agreed: Agreed) -> tuple[list[LocalShard], list[torch.Tensor]]:
         """Return this rank's shards, and the masks that the pattern chooses now. Every rank must call it."""
-
-        with agreeing(self._comm) as agreed:
-            found = find()
-            pattern = as_pattern(self._pattern)
-            shards = [fitted(pattern, shard, shard.name) for shard in found.shards]
-            agreed.found = dataclasses.replace(found, shards=shards)
-            agreed.facts = {
-                "pattern": repr(pattern),
-                "decay": repr(self._decay),
-                "every": self._every,
-                "include": all_shown(self._include),
-                "exclude": all_shown(self._exclude),
-                "number of optimizers": len(self._optimizers),
-            }
         agreed.check_found()
 
         def make_scores() -> list[LocalScores]:  # of latent weights, whose zeros are weights like others
             return [LocalScores(shard, Magnitude()) for shard in agreed.shards()]
 
         ranked = Ranked(self._comm, agreed.roster, Magnitude(), make_scores, of_left=True)
-        masks, _ = choose_masks(ranked, ranked.choose(pattern))
+        masks, _ = choose_masks(ranked, ranked.choose(as_pattern(self._pattern)))
         return ranked.shards(), masks
+
+    def _set_aside(self, shards: Sequence[LocalShard], masks: Sequence[torch.Tensor]) -> None:
+        for shard, mask in zip(shards, masks, strict=True):
+            set_aside(shard.local, self._aside[shard.name], mask)
 
     @torch.no_grad()
     def _make_dense(self, optimizer: Optimizer) -> None:
@@ -238,31 +241,21 @@ class StraightThrough:
         self._prune_again()  # if a step did not end
         if only_makes_state(self._comm, optimizer):
             return
-        gradients: list[torch.Tensor | None] = []
+        gradients: dict[str, torch.Tensor] = {}
 
         def open_up(num_written: torch.Tensor) -> None:
-            self._found = find_shards(self._model, self._include, self._exclude)
-            if _layout_of(self._found.shards) != self._layout:
+            shards = find_shards(self._model, self._include, self._exclude).shards
+            if _layout_of(shards) != self._layout:
                 raise ValueError(
                     "the parameters are laid out otherwise, or are others, than when StraightThrough was made; make it "
                     "after the model is wrapped, moved and cast"
                 )
-            shards, parameters = self._own(self._found), parameters_of(optimizer)
-            ranges = ranges_of(shards, parameters)
-            of_shards = gradients_of(shards, parameters)
-            for shard, where, gradient in zip(shards, ranges, of_shards, strict=True):
-                if where is not None and gradient is None and where.parameter.grad is not None:
-                    raise ValueError(
-                        f"the gradient of {shard.name!r} is sparse, or not reduced over the ranks, so its pruned "
-                        "weights cannot decay; leave it out with exclude, or reduce it before the step"
-                    )
-            dense = self._dense[id(optimizer)] = []
-            nums = []
-            for shard, where, gradient in zip(shards, ranges, of_shards, strict=True):
-                if where is not None:
-                    nums.append(bring_back(shard.local, self._aside[shard.name]))
-                    dense.append(shard)
-                    gradients.append(gradient)
+            shards = [shard for shard in shards if shard.name in self._aside]
+            gradients.update(_gradients(shards, optimizer))
+            nums, self._dense = [], []
+            for shard in shards:
+                nums.append(bring_back(shard.local, self._aside[shard.name]))
+                self._dense.append(shard)
             num_written[0] = sum(map(int, fetched(nums)))
 
         try:
@@ -277,83 +270,71 @@ class StraightThrough:
                 "without StraightThrough's state_dict: they go on from what they are now",
                 stacklevel=3,
             )
-        # What GradScaler leaves to a fused optimizer to divide by.
-        scale = getattr(optimizer, "grad_scale", None)
-        by = self._decay if scale is None else self._decay * scale
-        for shard, gradient in zip(self._dense[id(optimizer)], gradients, strict=True):
-            if gradient is not None and self._decay:
-                _add(gradient, self._aside[shard.name], by)
+        scale = getattr(optimizer, "grad_scale", None)  # what GradScaler leaves to a fused optimizer to divide by
+        decay = self._decay if scale is None else self._decay * scale
+        for name, gradient in gradients.items() if self._decay else ():
+            _add(gradient, self._aside[name], decay)
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer) -> None:
-        if id(optimizer) not in self._dense:
+        if self._dense is None:
             return  # it made its state, or did not call its closure
-        if optimizer is not self._optimizers[-1]:
-            self._prune_again()
-            return
-        self.step += 1
-        if self.step % self._every and not self._was_written:
-            self._prune_again()
-            return
-        found, dense = self._found, self._dense[id(optimizer)]
-        assert found is not None
-        shards = self._own(found)
-        moved = {shard.name for shard in dense}
-        for shard in shards:
-            if shard.name not in moved:
-                bring_back(shard.local, self._aside[shard.name])
-                dense.append(shard)
+        is_last = optimizer is self._optimizers[-1]
+        self.step += is_last
         try:
-            shards, masks = self._chosen(lambda: found)
-        except Exception:
+            if is_last and (self.step % self._every == 0 or self._was_written):
+                with agreeing(self._comm) as agreed:
+                    self._state(agreed, find_shards(self._model, self._include, self._exclude))
+                self._set_aside(*self._choose(agreed))
+                self._dense, self._was_written = None, False
+        finally:
             self._prune_again()
-            raise
-        for shard, mask in zip(shards, masks, strict=True):
-            set_aside(shard.local, self._aside[shard.name], mask)
-        self._dense, self._found, self._was_written = {}, None, False
-
-    def _own(self, found: Found) -> list[LocalShard]:
-        return [shard for shard in found.shards if shard.name in self._aside]
 
     def _prune_again(self, _: Optimizer | None = None) -> None:
         """Set aside what is dense, by the mask of before: within a step, or after one that raised. Local."""
-        for shards in self._dense.values():
-            for shard in shards:
-                set_aside(shard.local, self._aside[shard.name])
-        self._dense, self._found = {}, None
-
-
-def _check_arguments(pattern: Pattern | str, decay: float, every: int) -> None:
-    says = says_how_much(pattern)
-    as_pattern(pattern, None if says else 0.0)
-    if not says:
-        raise ValueError(
-            f"pattern={pattern!r} does not say how much is pruned; pass it as a value, such as PerRow(0.5), or as N:M"
-        )
-    if not 0 <= decay < math.inf:
-        raise ValueError(f"decay={decay!r} must be a number from 0 up, such as 2e-4")
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"every={every!r} must be a number of steps, at least 1")
+        for shard in self._dense or ():
+            set_aside(shard.local, self._aside[shard.name])
+        self._dense = None
 
 
 def _that_step(optimizer: Optimizers) -> list[Optimizer]:
     """Return the optimizers that step weights, or raise: wrappers that write weights themselves. Local."""
-    found = unwrapped(optimizer)
-    for each in found:
+    optimizers = unwrapped(optimizer)
+    for each in optimizers:
         if inside(each) is not None:
             raise NotImplementedError(
                 f"{type(each).__name__} wraps an optimizer and writes weights of its own, which would not be the "
                 "latent ones; pass the optimizer inside, and do without the wrapper"
             )
-    return found
+    return optimizers
+
+
+def _gradients(shards: Sequence[LocalShard], optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """Return the gradients of what ``optimizer`` steps, by name, as far as there are any. Local.
+
+    Raises:
+        ValueError: one is sparse, or not reduced over the ranks.
+    """
+    parameters, gradients = parameters_of(optimizer), {}
+    ranges = ranges_of(shards, parameters)
+    for shard, where, gradient in zip(shards, ranges, gradients_of(shards, parameters), strict=True):
+        if where is None or where.parameter.grad is None:
+            continue
+        if gradient is None:
+            raise ValueError(
+                f"the gradient of {shard.name!r} is sparse, or not reduced over the ranks, so its pruned weights "
+                "cannot decay; leave it out with exclude, or reduce it before the step"
+            )
+        gradients[shard.name] = gradient
+    return gradients
 
 
 def _layout_of(shards: Sequence[LocalShard]) -> dict[str, object]:
     return {shard.name: (shard.geometry, shard.local.dtype, shard.local.device) for shard in shards}
 
 
-def _add(gradient: torch.Tensor, values: torch.Tensor, by: float | torch.Tensor) -> None:
-    """Add ``values`` times ``by``, rounded before the sum, so that no layout has a fused sum. Chunk by chunk."""
+def _add(gradient: torch.Tensor, values: torch.Tensor, factor: float | torch.Tensor) -> None:
+    """Add ``values`` times ``factor``, rounded before the sum, so that no layout has a fused sum. Chunk by chunk."""
     gradient, values = (each[None] if each.ndim == 0 else each for each in (gradient, values))
     for into, some in row_chunks(gradient, values):
-        into.add_(some * by)
+        into.add_(some * factor)
