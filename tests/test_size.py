@@ -27,7 +27,7 @@ LINES = {
     "scores": (419, 350),
     "selection": (503, 520),
     "shards": (1196, 1030),
-    "training": (1602, 1030),
+    "training": (1590, 1030),
 }
 
 

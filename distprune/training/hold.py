@@ -244,15 +244,15 @@ class Hold:
 
     def _at_forward(self) -> None:
         self._binding.follow()
-        if self._has_begun and torch.is_grad_enabled():
-            self._binding.together.read()
+        if self._has_begun and not self._stepping and torch.is_grad_enabled():
+            self._binding.together.read()  # here, as the backward pass needs the weights as they are
 
     @outside_dynamo  # type: ignore[untyped-decorator]
     def _at_gradient(self, held: Held) -> None:
         if self.leaves_gradients_dense or not self._has_begun:
             return
         if not self._stepping and held.is_written():  # within a step, for a closure, weights are on their way
-            HeldTogether([held]).read()  # others may be needed as they are by what is left of the backward pass
+            HeldTogether([held]).read()
         held.mask_gradient()
 
     def before_step(self, listener: Callable[[Optimizer], None]) -> None:

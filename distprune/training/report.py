@@ -9,7 +9,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from distprune.checkpoint.optional_packages import import_extra
 from distprune.figure import check_picture, new_figure, write_png
 from distprune.formatting import count, one_line, share
 
@@ -87,28 +86,16 @@ class TrainingReport:
             check_picture(path, overwrite=overwrite)
         figure = new_figure(9.0, 4.5)
         sparsity = figure.subplots()
-        ticks = import_extra("matplotlib.ticker", "plot")
         steps = [0, *(update.step for update in self.updates), self.num_steps]
         shares = [0.0, *(update.sparsity for update in self.updates), self.sparsity]
-        lines = sparsity.step(steps, shares, where="post", color="tab:blue", label="sparsity")
-        moved = [update for update in self.updates if update.num_moved]
-        if moved:
-            at = [update.step for update in moved], [update.sparsity for update in moved]
-            lines += sparsity.plot(*at, "o", color="tab:blue", markersize=3, label="weights moved")
-        sparsity.set_ylim(0, 1)
-        sparsity.yaxis.set_major_formatter(ticks.PercentFormatter(xmax=1.0))
-        sparsity.xaxis.set_major_locator(ticks.MaxNLocator(integer=True))
-        sparsity.set_xlabel("step")
-        sparsity.set_ylabel("sparsity: the share of zeros")
+        sparsity.step(steps, shares, where="post", color="tab:blue")
+        sparsity.set(xlabel="step", ylabel="sparsity: the share of zeros", ylim=(0, 1))
+        sparsity.set_title(f"Sparse training: {share(self.sparsity)} zeros after {self.num_steps:,} steps")
         sparsity.grid(alpha=0.3)
         if len(losses):
             loss = sparsity.twinx()
-            lines += loss.plot(range(len(losses)), list(losses), color="tab:orange", linewidth=0.8, label="loss")
-            loss.set_ylabel("loss")
-        figure.suptitle(
-            f"Sparse training: {share(self.sparsity)} of the weights are zero after {self.num_steps:,} steps"
-        )
-        figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), fontsize="small")
+            loss.plot(range(len(losses)), list(losses), color="tab:orange", linewidth=0.8)
+            loss.set_ylabel("loss", color="tab:orange")
         if path is not None:
             write_png(figure, path, overwrite=overwrite)
         return figure

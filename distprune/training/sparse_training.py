@@ -100,7 +100,9 @@ class SparseTraining:
         self._step = 0
         self.updates: list[Update] = []
         self.sparsities: dict[str, float] = {}  # by parameter, as of the last time that the model was pruned
-        self._model, self._schedule, self._regrow, self._seed = model, schedule, regrow, seed
+        self._model, self._regrow, self._seed = model, regrow, seed
+        self._names = [*schedule] if isinstance(schedule, Mapping) else None  # what each schedule is for
+        self._schedules = [*schedule.values()] if isinstance(schedule, Mapping) else [schedule]
         self._comm = communicator(group)
         self._level: list[float] = []  # what was pruned to last, if anything
         self._movement: dict[str, torch.Tensor] = {}  # by parameter, of local shape
@@ -109,18 +111,17 @@ class SparseTraining:
             if optimizer is None:
                 raise TypeError("sparse training counts the steps of an optimizer; pass it")
             self._score = as_score(score)
-            _check_schedule(schedule)
+            _check_callable(self._schedules)
             if regrow is not None and not isinstance(regrow, Regrow):
                 raise TypeError(f"regrow takes a Regrow, such as Regrow(stop=1000), not {regrow!r}")
-            levels += (_listed(self._asked(step)) for step in range(_NUM_CHECKED_STEPS))
+            levels += (self._levels(step) for step in range(_NUM_CHECKED_STEPS))
             for before, after in itertools.pairwise(levels):
                 _check_all_rise(before, after)
         agree(self._comm, {"the first steps of the schedule": levels})
         self._request = Request(model, None, self._score, pattern, scope, seed, None, include, exclude)
         self._last_checked = levels[-1]
-        begins_now = any(levels[0])
         self.hold = Hold(
-            model, optimizer, include=include, exclude=exclude, group=self._comm, waits=True, checks=begins_now
+            model, optimizer, include=include, exclude=exclude, group=self._comm, waits=True, checks=any(levels[0])
         )
         self.hold.before_step(self._before_step)
         self._prepare()
@@ -133,7 +134,7 @@ class SparseTraining:
     @step.setter
     def step(self, step: int) -> None:
         self._step = step
-        if step and any(_listed(self._asked(step - 1))):
+        if step and any(self._levels(step - 1)):
             self.hold.begin(trusts_signs=True)
         self._prepare()
 
@@ -164,7 +165,7 @@ class SparseTraining:
             if int(state_dict["step"]):
                 warnings.warn("the checkpoint has no sums of movement: they begin anew", stacklevel=2)
         self.step = int(state_dict["step"])
-        self._level = _listed(self._asked(self.step - 1)) if self.step else []
+        self._level = self._levels(self.step - 1) if self.step else []
         self.hold.expect_others()
 
     @override
@@ -195,7 +196,7 @@ class SparseTraining:
     def _warn_of_rest(self) -> None:
         ahead = [self._last_checked]
         with contextlib.suppress(Exception):  # a schedule of one's own may end with the training
-            ahead.append(_listed(self._asked(self.step)))
+            ahead.append(self._levels(self.step))
         reached = self._level or [0.0] * len(self._last_checked)
         most, level = max(zip(map(max, *ahead, reached), reached, strict=True), key=lambda pair: pair[0] - pair[1])
         if self.step and most - level > _NO_MATTER:
@@ -205,10 +206,8 @@ class SparseTraining:
                 stacklevel=3,
             )
 
-    def _asked(self, step: int) -> float | dict[str, float]:
-        if isinstance(self._schedule, Mapping):
-            return {name: float(schedule(step)) for name, schedule in self._schedule.items()}
-        return float(self._schedule(step))
+    def _levels(self, step: int) -> list[float]:
+        return [float(schedule(step)) for schedule in self._schedules]
 
     def _prepare(self) -> None:
         """Let the backward passes before a step of regrowth leave their gradients dense."""
@@ -226,7 +225,7 @@ class SparseTraining:
         step, how = self.step, self._regrow
         if isinstance(self._score, Movement):
             self._add_movement()
-        self._prune(step, self._asked(step))
+        self._prune(step, self._levels(step))
         if how is not None and how.is_due(step) and any(self._level):
             seed = self._seed + step if how.by == "random" else None
             moved = self.hold.regrow(how.share(step), self._request.pattern, by=how.by, seed=seed)
@@ -235,20 +234,20 @@ class SparseTraining:
                 self.hold.skip_step()
         self.step += 1
 
-    def _prune(self, step: int, asked: float | dict[str, float]) -> None:
-        """Prune to what is ``asked`` for at ``step``, if that is more than before."""
-        now = _listed(asked)
-        before = self._level or [0.0] * len(now)
-        _check_all_rise(before, now)
-        if before == now:
+    def _prune(self, step: int, levels: list[float]) -> None:
+        """Prune to ``levels`` at ``step``, if that is more than before."""
+        before = self._level or [0.0] * len(levels)
+        _check_all_rise(before, levels)
+        if before == levels:
             return
+        asked = levels[0] if self._names is None else dict(zip(self._names, levels, strict=True))
         evidence = {name: {"movement": total} for name, total in self._movement.items()}
         request = dataclasses.replace(
             self._request, sparsity=None if says_how_much(self._request.pattern) else asked, local_evidence=evidence
         )
         report = prune_requested(self._comm, request)
         self.hold.begin(trusts_signs=False)
-        self._level = now
+        self._level = levels
         self.sparsities = {each.name: each.sparsity for each in report.parameters}
         self.updates.append(Update(step, report.num_zeros, report.num_elements))
 
@@ -270,17 +269,12 @@ class SparseTraining:
         return laid_out(self._request.find().shards, self._sum_of, "sums of movement")
 
 
-def _check_schedule(schedule: object) -> None:
-    schedules = schedule.values() if isinstance(schedule, Mapping) else [schedule]
-    if wrong := [each for each in schedules if not callable(each)]:
+def _check_callable(schedules: Sequence[object]) -> None:
+    if wrong := [schedule for schedule in schedules if not callable(schedule)]:
         raise TypeError(
             "schedule takes a function from the step to the share of zeros, such as constant(0.8) or "
             f"cubic(0.8, stop=1000), or one for each name, not {wrong[0]!r}"
         )
-
-
-def _listed(level: float | dict[str, float]) -> list[float]:
-    return [*level.values()] if isinstance(level, dict) else [level]
 
 
 def _check_all_rise(before: list[float], after: list[float]) -> None:

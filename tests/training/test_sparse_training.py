@@ -357,7 +357,6 @@ def test_report(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("*png*")) == ["folder.png", "training.png"]  # nothing beside
     drawn = sparsity.lines[0].get_xydata().tolist()
     assert drawn == [[0, 0], [1, 0.3], [4, 0.5], [5, 0.5], [6, 0.5]]
-    assert sparsity.lines[1].get_xydata().tolist() == [[5, 0.5]]
     assert loss.lines[0].get_ydata().tolist() == losses
 
 

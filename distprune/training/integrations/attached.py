@@ -20,15 +20,15 @@ from distprune.training.sparse_training import SparseTraining
 __all__ = ["Attached", "Options"]
 
 
-class _OfHold(TypedDict, total=False):
+_FOR_HOLDING = {"include", "exclude", "group"}
+
+
+class Options(TypedDict, total=False):
+    """The arguments of :class:`distprune.SparseTraining` beside the model, the optimizer and the schedule."""
+
     include: NamePattern | Sequence[NamePattern]
     exclude: NamePattern | Sequence[NamePattern]
     group: Group
-
-
-class Options(_OfHold, total=False):
-    """The arguments of :class:`distprune.SparseTraining` beside the model, the optimizer and the schedule."""
-
     score: ScoreLike
     pattern: Pattern | str
     scope: Scope | None
@@ -54,7 +54,7 @@ class Attached:
         loads_later: bool = False,
         by_parameter: bool = True,
     ) -> None:
-        without = sorted(options.keys() - _OfHold.__annotations__.keys())
+        without = sorted(options.keys() - _FOR_HOLDING)
         if schedule is None and without:
             raise TypeError(f"{without[0]!r} needs a schedule; without one, the zeros that are there are held")
         self._schedule, self._options, self._loads_later = schedule, options, loads_later
