@@ -11,13 +11,14 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
+from distprune import jobs
 from distprune.checkpoint.inspect import inspect_directory
 from distprune.cli.commands import JobCommand, add_command, as_epilog
 from distprune.cli.display import Display
@@ -25,32 +26,8 @@ from distprune.cli.launch import end, finish_ranks, likely_rank, start_ranks, to
 from distprune.cli.out_of_memory import is_out_of_memory, memory_line
 from distprune.cli.streams import ignore_write_errors, open_standard_streams, tell_torchrun
 from distprune.cli.usage import UsageError, usage_text
-from distprune.cli.wording import worded
 from distprune.collectives.base import as_told, cannot_meet, has_lost_ranks
 from distprune.formatting import printable
-from distprune.jobs import (
-    BareJob,
-    FinetuneJob,
-    JobReport,
-    OneShotJob,
-    PlanJob,
-    PlannedWalk,
-    PruneJob,
-    Sampled,
-    SampleJob,
-    ShrinkJob,
-    StreamedJob,
-    Work,
-    compare_outputs,
-    run_finetune_job,
-    run_one_shot_job,
-    run_plan_job,
-    run_prune_job,
-    run_sample_job,
-    run_shrink_job,
-    run_streamed_job,
-)
-from distprune.jobs.options import options_of
 from distprune.mistakes import is_expected, was_told
 from distprune.version import __version__
 
@@ -61,34 +38,47 @@ app = typer.Typer(
     invoke_without_command=True,
 )
 
-_RUN: dict[type[BareJob], Callable[..., JobReport[Work] | PlannedWalk | Sampled]] = {
-    PruneJob: run_prune_job,
-    OneShotJob: run_one_shot_job,
-    PlanJob: run_plan_job,
-    StreamedJob: run_streamed_job,
-    FinetuneJob: run_finetune_job,
-    ShrinkJob: run_shrink_job,
-    SampleJob: run_sample_job,
+_RUN: dict[type[jobs.BareJob], Callable[..., Any]] = {
+    jobs.PruneJob: jobs.run_prune_job,
+    jobs.OneShotJob: jobs.run_one_shot_job,
+    jobs.PlanJob: jobs.run_plan_job,
+    jobs.StreamedJob: jobs.run_streamed_job,
+    jobs.FinetuneJob: jobs.run_finetune_job,
+    jobs.ShrinkJob: jobs.run_shrink_job,
+    jobs.SampleJob: jobs.run_sample_job,
 }
 _GRACE = 2.0  # seconds in which the first rank speaks and the launcher ends the others
 _LOST = re.compile("Connection (closed|reset) by peer|Broken pipe")  # as gloo says it, also in FSDP2's collectives
+
+
+def _kind_of_pruning(given: Mapping[str, Any]) -> str:
+    """Return what ``prune`` does: plan, stream from file to file, walk with windows of text, or go by the weights."""
+    if given.get("plan"):
+        return "--plan"
+    if given.get("streamed"):
+        if given.get("device") == "cuda":
+            raise UsageError("--streamed runs on the CPU; leave out --device")
+        return "--streamed"
+    by_weights = given.get("method", "magnitude") in ("magnitude", "random") and "calibration" not in given
+    return "" if by_weights else "--calibration"
 
 
 add_command(
     app,
     "prune",
     "Prune MODEL and write it to --output. Start it with torchrun, mpirun or srun, or by itself.",
-    {"": PruneJob, "--plan": PlanJob, "--calibration": OneShotJob, "--streamed": StreamedJob},
+    {"": jobs.PruneJob, "--calibration": jobs.OneShotJob, "--streamed": jobs.StreamedJob, "--plan": jobs.PlanJob},
     (
         "distprune prune gpt2 --sparsity 0.3 --output pruned --eval test.txt",
         "torchrun --nproc-per-node 8 -m distprune prune llama --pattern 2:4 --method admm --output pruned",
     ),
+    _kind_of_pruning,
 )
 add_command(
     app,
     "finetune",
     "Train MODEL on --data, with its zeros held if it is pruned, and write it to --output. Start it as prune.",
-    {"": FinetuneJob},
+    {"": jobs.FinetuneJob},
     (
         "distprune finetune pruned --teacher llama --minutes 10 --output recovered",
         "distprune finetune pruned --data train.txt --steps 500 --output recovered --eval test.txt",
@@ -99,19 +89,17 @@ add_command(
     "shrink",
     "Make MODEL smaller, by what is said to stay, and write it to --output. Start it as prune.\n\n"
     "A size is a number, such as 6, or a share, such as 0.75. --parameters is divided over the sizes not said.",
-    {"": ShrinkJob},
+    {"": jobs.ShrinkJob},
     (
         "distprune shrink llama --parameters 0.8 --output smaller --eval test.txt",
         "distprune shrink llama --mlp 0.75 --layers 24 --calibration train.txt --output smaller",
     ),
 )
-
-
 add_command(
     app,
     "sample",
     "Have MODEL write windows of tokens into the file --output, for --own-words-file. Start it as prune.",
-    {"": SampleJob},
+    {"": jobs.SampleJob},
     (
         "distprune sample llama --output words",
         "distprune sample llama --samples 512 --sequence-length 256 --output words",
@@ -158,7 +146,7 @@ def compare(
 ) -> None:
     """Show outputs of jobs side by side: sparsity, parameters, perplexity by text, seconds and method."""
     with Display(visible=True) as display:
-        comparison = compare_outputs(outputs, progress=partial(display.progress, "reading", "bytes"))
+        comparison = jobs.compare_outputs(outputs, progress=partial(display.progress, "reading", "bytes"))
     if picture is not None:
         comparison.draw(picture, overwrite=overwrite)
     sys.stdout.write(f"{comparison}\n")
@@ -206,7 +194,7 @@ def _parse() -> JobCommand | int:
         left = command.main(prog_name="distprune", obj=asked.append, standalone_mode=False)
         code = left if isinstance(left, int) else 0
     except UsageError as error:
-        sys.stderr.write(usage_text(error, command.commands))
+        sys.stderr.write(usage_text(error))
         code = error.exit_code
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else 1
@@ -219,10 +207,10 @@ def _work(start: JobCommand) -> int:
     """Run the job on the ranks; return the exit code, which is 0 only where the output is complete."""
     display = None
     try:
-        device = start_ranks(start.device, start.timeout)
-        # A streamed job is on the CPU.
-        where = {} if isinstance(start.job, StreamedJob) else {"device": device}
-        with Display(visible=likely_rank(os.environ) == 0, verbose=start.verbose) as display:
+        is_streamed = isinstance(start.job, jobs.StreamedJob)  # on the CPU
+        device = start_ranks("cpu" if is_streamed else start.running.device, start.running.timeout)
+        where = {} if is_streamed else {"device": device}
+        with Display(visible=likely_rank(os.environ) == 0, verbose=start.running.verbose) as display:
             report = _RUN[type(start.job)](start.job, **where, watcher=display)
         finish_ranks()
     except (SystemExit, KeyboardInterrupt) as leaving:
@@ -240,9 +228,9 @@ def _work(start: JobCommand) -> int:
             _speak_last(text)
         return 1
     with contextlib.suppress(Exception):
-        if isinstance(report, PlannedWalk):
+        if isinstance(report, jobs.PlannedWalk):
             display.plan(report)
-        elif isinstance(report, Sampled):
+        elif isinstance(report, jobs.Sampled):
             display.sampled(report, start.job.model)
         else:
             display.summary(report)
@@ -253,7 +241,7 @@ def _has_lost_ranks(error: Exception) -> bool:
     return has_lost_ranks(error) or (isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None)
 
 
-def _text(error: Exception, job: BareJob | None = None, stage: str = "") -> str:
+def _text(error: Exception, job: jobs.BareJob | None = None, stage: str = "") -> str:
     """Return one line for what a check found, a lost rank or too little memory; what nobody expected has a traceback.
 
     ``job``, ``stage``: what was done, and how far.
@@ -264,8 +252,5 @@ def _text(error: Exception, job: BareJob | None = None, stage: str = "") -> str:
     if job is not None and is_out_of_memory(error):
         return f"error: {memory_line(error, stage, job)}\n"
     if is_expected(error):
-        said = printable(" ".join(str(error).split()))
-        if job is not None:
-            said = worded(said, options_of(type(job)), [str(value) for value in vars(job).values()])
-        return f"error: {said}\n"
+        return f"error: {printable(' '.join(str(error).split()))}\n"
     return "".join(traceback.format_exception(error))

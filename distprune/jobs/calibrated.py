@@ -77,15 +77,18 @@ class CalibratedJob(ResumableJob):
         super().check_asked()
         if self.calibration == SELF and self.own_words is not None:
             raise ValueError(
-                f"own_words={self.own_words} is beside a text; with calibration={SELF!r} the model writes all windows, "
-                "and samples=... says how many"
+                f"own_words={self.own_words} (--own-words) is beside a text; with calibration={SELF!r} the model "
+                "writes all windows, and samples (--samples) says how many"
             )
         if self.calibration != SELF and self.own_words == 0 and self.own_words_file is not None:
-            raise ValueError(f"own_words=0 takes none of {self.own_words_file}; leave one of them out")
+            raise ValueError(f"own_words=0 (--own-words 0) takes none of {self.own_words_file}; leave one of them out")
         if self.own_words_file is None:
             counts = self.counts(num_text=self.samples or 1)
             if self.sequence_length < 2 and counts.total > counts.text:
-                raise ValueError("sequence_length=1 leaves nothing to write; take windows of a text, and own_words=0")
+                raise ValueError(
+                    "sequence_length=1 (--sequence-length 1) leaves nothing to write; take windows of a text, and "
+                    "own_words=0 (--own-words 0)"
+                )
 
     @override
     def inputs(self) -> list[str]:

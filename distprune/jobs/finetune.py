@@ -88,13 +88,14 @@ class FinetuneJob(ResumableJob):
     def check_asked(self) -> None:
         super().check_asked()
         if (self.steps is None) == (self.minutes is None):
-            both = "" if self.steps is None else f", not both steps={self.steps} and minutes={self.minutes}"
-            raise ValueError(f"give steps=... or minutes=...{both}")
+            both = "" if self.steps is None else f", not both {self.steps} and {self.minutes}"
+            raise ValueError(f"give steps (--steps) or minutes (--minutes){both}")
         if self.data == SELF and self.teacher is None and self.own_words_file is None:
-            raise ValueError("give data=... to train on, or teacher=..., which writes it and is learned from")
+            raise ValueError("give data (--data), or a teacher (--teacher), which writes it and is learned from")
         if self.data != SELF and (self.samples is not None or self.own_words_file is not None):
             raise ValueError(
-                f"samples=... and own_words_file=... are of a teacher's own words, not of data={self.data!r}"
+                "samples (--samples) and own_words_file (--own-words-file) are of a teacher's own words, not of "
+                f"data={self.data!r}"
             )
 
     @override

@@ -48,7 +48,7 @@ class Option:
         """Raise a ValueError if the field ``name`` must not have this ``value``."""
         values = self.choices.values()
         if values and value not in (self.default, *values):
-            raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, values))}")
+            raise ValueError(f"{name} ({self.flag}) takes {', '.join(map(repr, values))}, not {value!r}")
         is_within = value is None or (
             (self.above is None or self.above < value < inf)
             and (self.least is None or value >= self.least)
@@ -56,9 +56,9 @@ class Option:
         )
         if not is_within:
             limits = {"above": self.above, "at least": self.least, "at most": self.most}
-            said = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if limit is not None)
+            said = " and ".join(f"{word} {limit}" for word, limit in limits.items() if limit is not None)
             said += " and finite" if self.most is None and self.above is not None else ""
-            raise ValueError(f"{name}={value} is not {said}")
+            raise ValueError(f"{name} ({self.flag}) takes a number {said}, not {value}")
 
 
 def ask(help: str, *, default: Any = MISSING, **of: Any) -> Any:
@@ -72,8 +72,8 @@ def asked(cls: type[_Class]) -> type[_Class]:
     return dataclass(frozen=True, kw_only=True)(cls)
 
 
-def options_of(job: type[BareJob]) -> Mapping[str, Option]:
-    """Return the options of a job by the names of their fields, with their flags, types, defaults and choices."""
+def options_of(job: Any) -> Mapping[str, Option]:
+    """Return the options of a class of ``ask`` by its fields, with their flags, types, defaults and choices."""
     found, hints = dict[str, Option](), get_type_hints(job)
     for of in fields(job):
         option: Option = of.metadata["option"]
@@ -82,6 +82,12 @@ def options_of(job: type[BareJob]) -> Mapping[str, Option]:
         choices = option.choices or {value: value for part in parts for value in get_args(part)}
         found[of.name] = replace(option, flag=flag, hint=hint, default=of.default, choices=choices)
     return found
+
+
+def check_fields(job: Any) -> None:
+    """Raise a ValueError if a field of ``job`` must not have its value. Local."""
+    for name, option in options_of(type(job)).items():
+        option.check(name, getattr(job, name))
 
 
 def parse_samples(text: str) -> int | None:
@@ -161,8 +167,7 @@ class BareJob:
 
     def check_asked(self) -> None:
         """Raise a ValueError for what is wrong whatever the model and the files are. Local."""
-        for name, option in options_of(type(self)).items():
-            option.check(name, getattr(self, name))
+        check_fields(self)
 
 
 @asked

@@ -42,7 +42,7 @@ class StreamedJob(PruneJob, ResumableJob):
         if self.evaluate_on or self.tasks:
             raise ValueError("--streamed builds no model that --eval or --tasks could run; evaluate the output")
         if self.dtype is not None:
-            raise ValueError(f"--streamed leaves weights in the dtype they are stored in; leave out dtype={self.dtype}")
+            raise ValueError("--streamed leaves weights in the dtype they are stored in; leave out dtype (--dtype)")
         super().check_asked()
 
 

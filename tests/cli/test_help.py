@@ -27,7 +27,7 @@ def test_the_help_of_each_command() -> None:
             assert words[0] == name
             of.make_context(name, words[1:], obj=lambda *_: None)
             if name in JOBS:
-                assert len(asked(" ".join(words))) == 1
+                asked(" ".join(words))
         options = [option for option in of.params if option.param_type_name == "option"]
         if name in JOBS:
             assert {option.name for option in options if not option.rich_help_panel} == set()

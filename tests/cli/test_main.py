@@ -14,8 +14,8 @@ import torch
 from typer.testing import CliRunner
 
 from distprune.cli import main
-from distprune.cli.commands import JobCommand
-from distprune.jobs import FinetuneJob, OneShotJob, PlanJob, PruneJob, ShrinkJob, StreamedJob
+from distprune.cli.commands import JobCommand, Running
+from distprune.jobs import BareJob, FinetuneJob, OneShotJob, PlanJob, PruneJob, SampleJob, ShrinkJob, StreamedJob
 from distprune.version import __version__
 
 
@@ -40,11 +40,17 @@ def end(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
     raise AssertionError("run() ends the process")
 
 
-def asked(line: str) -> list[JobCommand]:
+def commands(line: str) -> list[JobCommand]:
     """Return what this command line asks for."""
     requests: list[JobCommand] = []
-    assert CliRunner().invoke(main.app, line.split(), obj=requests.append).exit_code == 0
+    result = CliRunner().invoke(main.app, line.split(), obj=requests.append)
+    assert result.exit_code == 0, result.output
     return requests
+
+
+def asked(line: str) -> BareJob:
+    (command,) = commands(line)
+    return command.job
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,33 +58,45 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == f"distprune {__version__}\n"
 
 
-def test_defaults() -> None:
-    assert asked("prune m --output o --sparsity 0.5") == [
-        JobCommand(PruneJob(model="m", output="o", sparsity=0.5), "auto", 600)
-    ]
-    assert asked("prune m --output o --sparsity 0.5 --calibration t") == [
-        JobCommand(OneShotJob(model="m", output="o", method="admm", sparsity=0.5, calibration="t"), "auto", 600)
-    ]
-    assert asked("prune m --output o --pattern 2:4 --streamed --resume --include *.q") == [
-        JobCommand(StreamedJob(model="m", output="o", pattern="2:4", resume=True, include=("*.q",)), "cpu", 600)
-    ]
-    assert asked("finetune m --output o --data d --steps 3") == [
-        JobCommand(FinetuneJob(model="m", output="o", data="d", steps=3), "auto", 600)
-    ]
-    assert asked("shrink m --output o --calibration c --mlp 0.75") == [
-        JobCommand(ShrinkJob(model="m", output="o", calibration="c", mlp=0.75), "auto", 600)
-    ]
+MO: dict[str, Any] = {"model": "m", "output": "o"}
+# By command line: the job.
+JOBS: dict[str, BareJob] = {
+    "prune m --output o --sparsity 0.5": PruneJob(**MO, sparsity=0.5),
+    "prune m --output o --pattern 2:4": PruneJob(**MO, pattern="2:4"),
+    "prune m --output o --pattern block:16 --sparsity 0.5 --scope tensor": PruneJob(
+        **MO, scope="tensor", sparsity=0.5, pattern="block:16"
+    ),
+    "prune m --output o --sparsity 0.5 --calibration t": OneShotJob(**MO, method="admm", sparsity=0.5, calibration="t"),
+    "prune m --output o --pattern 2:4 --streamed --resume --include *.q": StreamedJob(
+        **MO, pattern="2:4", resume=True, include=("*.q",)
+    ),
+    "finetune m --output o --data d --steps 3": FinetuneJob(**MO, data="d", steps=3),
+    "shrink m --output o --calibration c --mlp 0.75": ShrinkJob(**MO, calibration="c", mlp=0.75),
+    # Without a text the model writes one.
+    "prune m --output o --sparsity 0.5 --method admm --samples 8": OneShotJob(**MO, sparsity=0.5, samples=8),
+    "prune m --output o --sparsity 0.5 --method wanda": OneShotJob(**MO, sparsity=0.5, method="wanda"),
+    "shrink m --output o --mlp 0.5": ShrinkJob(**MO, calibration="self", mlp=0.5),
+    "finetune m --output o --teacher t --steps 3": FinetuneJob(**MO, data="self", teacher="t", steps=3),
+    "prune m --output o --sparsity 0.5 --calibration t --own-words 2 --own-words-file w": OneShotJob(
+        **MO, sparsity=0.5, calibration="t", own_words=2, own_words_file="w"
+    ),
+    "sample m --output o --samples 3 --sequence-length 9 --seed 5 --temperature 0.5 --top-k 7": SampleJob(
+        **MO, samples=3, sequence_length=9, seed=5, temperature=0.5, top_k=7
+    ),
+    # Sizes are numbers or shares.
+    "shrink m --output o --kv-groups 2": ShrinkJob(**MO, kv_groups=2),
+    "shrink m --output o --parameters 100M": ShrinkJob(**MO, parameters=100_000_000),
+    "shrink m --output o --parameters 1.2345K": ShrinkJob(**MO, parameters=1234),
+    "shrink m --output o --parameters 0.8": ShrinkJob(**MO, parameters=0.8),
+}
 
 
-def test_patterns_without_calibration() -> None:
-    for line, job in (
-        ("--pattern 2:4", PruneJob(model="m", output="o", pattern="2:4")),
-        (
-            "--pattern block:16 --sparsity 0.5 --scope tensor",
-            PruneJob(model="m", output="o", scope="tensor", sparsity=0.5, pattern="block:16"),
-        ),
-    ):
-        assert [request.job for request in asked(f"prune m --output o {line}")] == [job]
+def test_which_job_a_command_line_asks_for() -> None:
+    for line, job in JOBS.items():
+        assert commands(line) == [JobCommand(job)], line
+    job = asked("shrink m --output o --kv-groups 2")
+    assert isinstance(job, ShrinkJob)
+    assert isinstance(job.kv_groups, int)  # two of them, and not a share of 2.0
 
 
 def test_every_option_arrives() -> None:
@@ -99,7 +117,7 @@ def test_every_option_arrives() -> None:
     }
     in_place = " --sparsity 0.12 --method random --scope tensor --include *a --include *b --exclude *c"
     job = PruneJob(**common, method="random", scope="tensor", sparsity=0.12, include=("*a", "*b"), exclude=("*c",))
-    assert asked(f"prune {line}{in_place}") == [JobCommand(job, "cpu", 30)]
+    assert commands(f"prune {line}{in_place}") == [JobCommand(job, Running(device="cpu", timeout=30))]
     one_shot = " --method wanda --pattern row --sparsity 0.5 --calibration c --samples 3 --sequence-length 9 --offload"
     one_shot += " --sequential layer --targets dense --target-share 0.25"
     one_shot += " --allocation gradients"
@@ -118,11 +136,11 @@ def test_every_option_arrives() -> None:
         offload=True,
         resume=True,
     )
-    assert asked(f"prune {line}{one_shot} --resume") == [JobCommand(calibrated, "cpu", 30)]
-    (planned,) = asked(f"prune {line}{one_shot} --resume --plan --ranks 64 --device-memory 79.5G")
-    assert planned.job == PlanJob(**vars(calibrated), ranks=64, device_memory=159 << 29)
+    assert asked(f"prune {line}{one_shot} --resume") == calibrated
+    planned = asked(f"prune {line}{one_shot} --resume --plan --ranks 64 --device-memory 79.5G")
+    assert planned == PlanJob(**vars(calibrated), ranks=64, device_memory=159 << 29)
     everything = f"prune {line}{one_shot.replace('--samples 3', '--samples all')} --resume"
-    assert asked(everything) == [JobCommand(dataclasses.replace(calibrated, samples=None), "cpu", 30)]
+    assert asked(everything) == dataclasses.replace(calibrated, samples=None)
     training = (
         "--data d --minutes 1.5 --teacher t --learning-rate 0.1 --batch-size 2 --sequence-length 9 --save-every 5 "
         "--compute-dtype float32 --resume"
@@ -139,7 +157,7 @@ def test_every_option_arrives() -> None:
         compute_dtype=torch.float32,
         resume=True,
     )
-    assert asked(f"finetune {line} {training}") == [JobCommand(tuned, "cpu", 30)]
+    assert asked(f"finetune {line} {training}") == tuned
     removal = (
         "--calibration c --mlp 1.0 --heads 6 --layers 24 --parameters 5M --criterion fluctuation "
         "--layer-criterion influence --refit bias --targets dense --target-share 0.25 "
@@ -163,116 +181,93 @@ def test_every_option_arrives() -> None:
         speed=False,
         resume=True,
     )
-    assert asked(f"shrink {line} {removal}") == [JobCommand(smaller, "cpu", 30)]
-    (request,) = asked("shrink m --output o --calibration c --kv-groups 2")
-    assert isinstance(request.job, ShrinkJob)
-    assert (request.job.kv_groups, type(request.job.kv_groups)) == (2, int)  # two of them, and not a share of 2.0
-    for said, meant in (("100M", 100_000_000), ("0.8B", 800_000_000), ("1.2345K", 1234), ("7000", 7000), ("0.8", 0.8)):
-        (request,) = asked(f"shrink m --output o --calibration c --parameters {said}")
-        assert isinstance(request.job, ShrinkJob)
-        assert (request.job.parameters, type(request.job.parameters)) == (meant, type(meant))
+    assert asked(f"shrink {line} {removal}") == smaller
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "prune",
-        "prune m --sparsity 0.3",
-        "prune m --output o",
-        "prune m --output o --sparsity half",
-        "prune m --output o --sparsity 1.5",
-        "prune m --output o --sparsity nan",
-        "prune m --output o --pattern column --sparsity 0.5",
-        "prune m --output o --pattern 4:2",
-        "prune m --output o --amount 0.3",
-        "prune m --output o --sparsity 0.3 --scope row",
-        "prune m --output o --sparsity 0.3 --pattern 2:4",
-        "prune m --output o --pattern row",
-        "prune m --output o --pattern 2:4 --method wanda --calibration c --samples 0",
-        "prune m --output o --pattern 2:4 --method wanda --calibration c --samples many",
-        "prune m --output o --sparsity 0.3 --resume",
-        "prune m --output o --sparsity 0.3 --allocation uniform",
-        "prune m --output o --sparsity 0.3 --calibration t --allocation owl",
-        "prune m --output o --sparsity 0.3 --calibration t --scope tensor",
-        "prune m --output o --sparsity 0.3 --calibration t --streamed",
-        "prune m --output o --sparsity 0.3 --streamed --device cuda",
-        "prune m --output o --sparsity 0.3 --no-sync-files",
-        "prune m --output o --sparsity 0.3 --streamed --eval t",
-        "prune m --output o --sparsity 0.3 --streamed --dtype float16",
-        # options that say nothing without others
-        "prune m --output o --sparsity 0.3 --targets dense",
-        "prune m --output o --sparsity 0.3 --target-share 0.3",
-        "prune m --output o --sparsity 0.3 --sequential layer",
-        "prune m --output o --sparsity 0.3 --samples 16",
-        "prune m --output o --sparsity 0.3 --sequence-length 16",
-        "prune m --output o --sparsity 0.3 --offload",
-        "prune m --output o --sparsity 0.3 --streamed --samples 16",
-        "prune m --output o --sparsity 0.3 --eval-length 16",
-        "prune m --output o --sparsity 0.3 --eval-tokens 16",
-        "prune m --output o --sparsity 0.3 --calibration t --target-share 7",
-        "prune m --output o --sparsity 0.3 --calibration t --target-share 0.3 --targets own",
-        "prune m --output o --sparsity 0.3 --calibration t --target-share 0.3 --method wanda",
-        "shrink m --output o --calibration c --mlp 0.5 --target-share 0.3 --targets own",
-        "shrink m --output o --calibration c --mlp 0.5 --target-share 0.3 --refit none",
-        "shrink m --output o --calibration c --mlp 0.5 --layer-criterion loss",
-        "shrink m --output o --calibration c --mlp 0.5 --expert-criterion usage",
-        "shrink m --output o --calibration c --mlp 0.5 --target-share 2",
-        "prune m --output o --sparsity 0.3 --calibration t --no-sync-files",
-        "prune m --output o --sparsity 0.3 --plan",
-        "prune m --output o --sparsity 0.3 --ranks 8",
-        "prune m --output o --sparsity 0.3 --calibration t --ranks 8",
-        "prune m --output o --sparsity 0.3 --calibration t --plan --ranks 0",
-        "prune m --output o --sparsity 0.3 --calibration t --plan --device-memory 80X",
-        "prune m --output o --sparsity 0.3 --calibration t --plan --streamed",
-        "prune m --output o --sparsity 0.3 --dtype int8",
-        "prune m --output o --sparsity 0.3 --eval-length 1",
-        "prune m --output o --sparsity 0.3 --eval-tokens 10000000000000000000000",
-        "prune m --output o --sparsity 0.3 --timeout 0",
-        "prune m --output o --sparsity 0.3 --timeout inf",
-        "prune m --output o --sparsity 0.3 --timeout nan",
-        "prune m --output o --sparsity 0.3 --timeout 1e300",
-        "finetune m --output o --data d",
-        "finetune m --output o --data d --steps 1 --minutes 1",
-        "finetune m --output o --data d --minutes 0",
-        "finetune m --output o --data d --minutes nan",
-        "finetune m --output o --data d --steps 1 --learning-rate 0",
-        "finetune m --output o --data d --steps 1 --batch-size 0",
-        "finetune m --output o --data d --steps 1 --timeout 0",
-        "finetune m --output o --steps 1",
-        "shrink m --output o --mlp 0.5 --own-words 2",
-        "shrink m --output o --mlp 0.5 --samples all",
-        "prune m --output o --sparsity 0.3 --method wanda --own-words 0",
-        "prune m --output o --sparsity 0.3 --method wanda --scope tensor",
-        "prune m --output o --sparsity 0.3 --calibration t --own-words 0 --own-words-file w",
-        "finetune m --output o --steps 1 --teacher t --data d --samples 3",
-        "sample m",
-        "sample m --output o --sequence-length 1",
-        "sample m --output o --eval t",
-        "shrink m --output o --calibration c",
-        "shrink m --output o --calibration c --mlp 1.5",
-        "shrink m --output o --calibration c --mlp 0",
-        "shrink m --output o --calibration c --mlp -3",
-        "shrink m --output o --calibration c --mlp half",
-        "shrink m --output o --calibration c --mlp nan",
-        "shrink m --output o --calibration c --heads 2 --kv-groups 2",
-        "shrink m --output o --calibration c --parameters 1.5",
-        "shrink m --output o --calibration c --parameters 100m",
-        "shrink m --output o --calibration c --parameters M",
-        "shrink m --output o --calibration c --parameters 0",
-        "shrink m --output o --calibration c --parameters nan",
-        "shrink m --output o --calibration c --mlp 0.5 --criterion best",
-        "shrink m --output o --calibration c --mlp 0.5 --timeout 0",
-        "inspect",
-        "sharpen m",
-        "",
-    ],
-)
-def test_wrong_usage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str) -> None:
+# By how a command line begins: how it goes on, and is wrong.
+WRONG = {
+    "prune m --output o --sparsity 0.3 --calibration t": """
+        --allocation owl | --scope tensor | --streamed | --target-share 7 | --target-share 0.3 --targets own |
+        --target-share 0.3 --method wanda | --no-sync-files | --ranks 8 | --plan --ranks 0 |
+        --plan --device-memory 80X | --plan --streamed | --own-words 0 --own-words-file w
+    """,
+    "prune m --output o --sparsity 0.3": """
+        --scope row | --pattern 2:4 | --resume | --allocation uniform | --streamed --device cuda |
+        --no-sync-files | --streamed --eval t | --streamed --dtype float16 | --targets dense |
+        --target-share 0.3 | --sequential layer | --sequence-length 16 | --offload | --eval-tokens 16 | --plan
+        | --ranks 8 | --dtype int8 | --eval-length 1 | --eval-tokens 10000000000000000000000 | --timeout 0 |
+        --timeout inf | --timeout nan | --timeout 1e300 | --method wanda --own-words 0 |
+        --method wanda --scope tensor
+    """,
+    "prune m --output o": """
+        --sparsity half | --sparsity 1.5 | --sparsity nan | --pattern column --sparsity 0.5 | --pattern row |
+        --pattern 2:4 --method wanda --calibration c --samples 0 |
+        --pattern 2:4 --method wanda --calibration c --samples many
+    """,
+    "finetune m --output o": """
+        --data d --steps 1 --minutes 1 | --data d --minutes 0 | --data d --minutes nan |
+        --data d --steps 1 --learning-rate 0 | --data d --steps 1 --batch-size 0 |
+        --data d --steps 1 --timeout 0 | --steps 1 | --steps 1 --teacher t --data d --samples 3
+    """,
+    "shrink m --output o --calibration c": """
+        --mlp 0.5 --target-share 0.3 --targets own | --mlp 0.5 --target-share 0.3 --refit none |
+        --mlp 0.5 --layer-criterion loss | --mlp 0.5 --expert-criterion usage | --mlp 0.5 --target-share 2 |
+        --mlp 1.5 | --mlp 0 | --mlp -3 | --mlp half | --mlp nan | --heads 2 --kv-groups 2 | --parameters 1.5 |
+        --parameters 100m | --parameters M | --parameters 0 | --parameters nan | --mlp 0.5 --criterion best |
+        --mlp 0.5 --timeout 0
+    """,
+    "": """
+        prune | prune m --output o | shrink m --output o --mlp 0.5 --own-words 2 |
+        shrink m --output o --mlp 0.5 --samples all | sample m | sample m --output o --sequence-length 1 |
+        sample m --output o --eval t | shrink m --output o --calibration c | inspect | sharpen m |
+    """,
+}
+
+
+def test_wrong_usage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(main, "_work", lambda *_: pytest.fail("a job was started"))
-    assert end(monkeypatch, *line.split()) == 2
-    captured = capsys.readouterr()
-    assert "Usage:" in captured.err + captured.out
-    assert "Traceback" not in captured.err
+    for begin, ends in WRONG.items():
+        for more in ends.split("|"):
+            assert end(monkeypatch, *begin.split(), *more.split()) == 2, (begin, more)
+            captured = capsys.readouterr()
+            assert "Usage:" in captured.err + captured.out
+            assert "Traceback" not in captured.err
+
+
+PRUNE, HALF = "prune m --output o", "prune m --output o --sparsity 0.5"
+# By what is wrong: the sentence that says so.
+SAID = {
+    f"{PRUNE} --amount 0.3": "prune takes no --amount; say --sparsity 0.5: the final share of zeros",
+    f"{PRUNE} --sparsty 0.5": "No such option: --sparsty (Possible options: --sparsity)",
+    "shrink m --output o --sparsity 0.5": "shrink takes no --sparsity; say what stays: --mlp 0.75, --heads 6",
+    "finetune m --output o --lr 1": "finetune takes no --lr; say --learning-rate",
+    f"{HALF} --method adm": "'adm' is not one of 'magnitude', 'random', 'admm', 'sparsegpt', 'wanda'",
+    f"{PRUNE} --sparsity 50%": "--sparsity takes a number such as 0.5, not '50%'",
+    f"{PRUNE} --sparsity": "Option '--sparsity' requires an argument",
+    f"{HALF} --eval t --eval-length 1": "evaluation_length (--eval-length) takes a number at least 2 and at most",
+    f"{HALF} --eval t --eval-length 1,024": "--eval-length takes a whole number, not '1,024'",
+    f"{HALF} --calibration t --target-share 7": "(--target-share) takes a number above 0 and at most 1, not 7",
+    f"{HALF} --seed {1 << 63}": f"at least {-(1 << 63)} and at most {(1 << 63) - 1}, not {1 << 63}",
+    f"{HALF} --samples many --calibration t": "--samples: 'many' is neither 'all' nor a number from 1 to 1073741824",
+    f"{PRUNE} --pattern 4:2": "4:2 is not a pattern",
+    f"{HALF} more": "unexpected extra argument",
+    "prune m --sparsity 0.5": "Missing option '--output'",
+    "prun m": "Did you mean 'prune'",
+    f"{HALF} --samples 3": "--samples goes with --calibration",
+    f"{HALF} --streamed --samples 3": "--samples does not go with --streamed",
+    f"{HALF} --eval-length 3": "--eval-length goes with --eval",
+    "finetune m --output o --data d": "give steps (--steps) or minutes (--minutes)",
+}
+
+
+def test_one_sentence_says_what_is_taken(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for line, said in SAID.items():
+        assert end(monkeypatch, *line.split()) == 2
+        error, *more = capsys.readouterr().err.splitlines()
+        assert error.startswith("error: ")
+        assert said in error
+        assert not any(word in error for word in ("Input should", "Value error"))
+        assert len(more) in (0, 2), line
 
 
 def test_prunes_and_inspects(

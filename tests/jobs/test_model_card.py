@@ -103,9 +103,8 @@ def test_the_command_is_the_job(job: OneShotJob, more: dict[str, Any]) -> None:
     run_one_shot_job(done)
     card: Any = ModelCard.load(Path(job.output) / "README.md")
     words = block_of("bash", card.text).removeprefix("distprune ")
-    (request,) = asked(words)
     names: dict[str, Any] = {name: Path(getattr(done, name)).name for name in ("model", "output", "calibration")}
-    assert request.job == dataclasses.replace(done, overwrite=False, **names)
+    assert asked(words) == dataclasses.replace(done, overwrite=False, **names)
     wrote = "that the model wrote; no text" if done.calibration == "self" else "of text.txt"
     assert f"| calibration | 5 windows of 24 tokens {wrote} |" in card.text
 
