@@ -11,20 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.calibration.data import check_fit
+from distprune.calibration.data import check_fit, tokens_together
 from distprune.calibration.sample_group import find_sample_group, shared_axis
 from distprune.calibration.text import first_tokens
 from distprune.calibration.token_ids import TokenIds, as_line, as_windows
 from distprune.collectives.agree import together
 from distprune.collectives.communicator import Group, communicator
-from distprune.models.cross_entropy import cross_entropy
+from distprune.models.cross_entropy import token_chunk
 from distprune.models.evaluating import evaluating, keeping_weights
 from distprune.models.find_shards import check_model
 from distprune.models.runnable import check_runs_on_tokens
+from distprune.shards.device import fetched, sent
 from distprune.shards.fsdp2_forward import reset_forward
 from distprune.shards.in_step import in_step
-
-_BATCH_TOKENS = 2048  # in one forward: their logits are in memory, and FSDP2 gathers the model once for all of them
 
 Progress = Callable[[int, int], None] | None
 
@@ -60,7 +59,7 @@ def perplexity(
     *,
     sequence_length: int | None = None,
     group: Group = None,
-    batch_tokens: int = _BATCH_TOKENS,
+    batch_tokens: int | None = None,
     progress: Progress = None,
 ) -> float:
     """Return exp of the mean negative log likelihood over windows of ``sequence_length`` tokens.
@@ -100,8 +99,8 @@ def perplexities(
     *,
     sequence_length: int,
     group: Group = None,
+    batch_tokens: int | None = None,
     progress: Progress = None,
-    batch_tokens: int = _BATCH_TOKENS,
 ) -> list[float]:
     """Return the :func:`perplexity` of each of ``texts``; windows of several run in one forward. Rounds as there."""
     comm, asked, num_windows = communicator(group), list[Continuation](), list[int]()
@@ -131,13 +130,14 @@ def log_likelihoods(
     asked: Sequence[Continuation],
     *,
     group: Group = None,
+    batch_tokens: int | None = None,
     progress: Progress = None,
-    batch_tokens: int = _BATCH_TOKENS,
 ) -> torch.Tensor:
     """Return, float64 (number of ``asked``, 2): each one's log likelihood, and 1 where all its targets are most likely.
 
-    Continuations of similar length are run together, at most ``batch_tokens`` tokens in one forward (or one of them);
-    shorter ones are right-padded; a causal model ignores the padding. Batches are dealt out in turn to
+    Continuations of similar length are run together, at most ``batch_tokens`` tokens in one forward (or one of them),
+    by default 8,192, of wide models on the CPU fewer: their logits are in memory, and FSDP2 gathers the model once for
+    all of them. Shorter ones are right-padded; a causal model ignores the padding. Batches are dealt out in turn to
     ranks, of which those that need each other to run one (a tensor-parallel group) run the same; where batches do not
     divide evenly the last round is filled with a forward that does not count, because the forward of a sharded model
     needs every rank. The model is run in evaluation mode and left as it was, to the bit. Every rank of ``group`` must
@@ -159,29 +159,36 @@ def log_likelihoods(
     with together(comm, num_asked=len(asked)):
         check_model(model)
         check_runs_on_tokens(model)
-        for one in asked:
-            check_fit(one.inputs[None], model)
+        inputs_of_all = [one.inputs for one in asked]
+        if inputs_of_all:
+            check_fit(torch.cat(inputs_of_all), model, max(map(len, inputs_of_all)))
         reset_forward(model)
         axis = shared_axis(model)
+        num_together = tokens_together(model, batch_tokens)
     sample_group = find_sample_group(comm, axis)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    batches = _batches(asked, batch_tokens, sample_group.num_groups)
+    batches = _batches(asked, num_together, sample_group.num_groups)
     num_rounds = -(-len(batches) // sample_group.num_groups)
 
     several = in_step(comm, model, layers_communicate=sample_group.size > 1)
     with several as run, evaluating(model), keeping_weights(model):
-        scored = torch.zeros(len(asked), 2, dtype=torch.float64, device="cpu")
+        scores: dict[int, torch.Tensor] = {}  # by batch
         for i in range(num_rounds):
             index = i * sample_group.num_groups + sample_group.number
             counts = index < len(batches) and sample_group.rank == 0
             batch = batches[index] if index < len(batches) else batches[-1][-1:]
-            rows = [asked[member].inputs for member in batch]
-            inputs = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
+            some = [asked[member] for member in batch]
+            longest = len(some[0].inputs)
+            rows = [one.inputs.tolist() + [0] * (longest - len(one.inputs)) for one in some]
+            inputs = sent(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
             logits = run(model, input_ids=inputs, use_cache=False).logits
-            for member, row in zip(batch if counts else (), logits, strict=False):
-                scored[member] = _score(row[: len(asked[member].inputs)], asked[member].targets.to(device))
+            if counts:
+                scores[index] = _scores(logits, some)
             if progress is not None:
                 progress(sum(map(len, batches[: (i + 1) * sample_group.num_groups])), len(asked))
+        scored = torch.zeros(len(asked), 2, dtype=torch.float64, device="cpu")
+        for index, of_batch in zip(scores, fetched(list(scores.values())), strict=True):
+            scored[batches[index]] = of_batch
     return comm.sum(scored)
 
 
@@ -198,8 +205,20 @@ def _batches(asked: Sequence[Continuation], batch_tokens: int, num_groups: int) 
     return batches
 
 
-def _score(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the log likelihood of ``targets`` (n,) by the last n rows of ``logits``, and 1 if they are most likely."""
-    last = logits[len(logits) - len(targets) :]
-    is_greedy = bool((last.argmax(dim=-1) == targets).all())
-    return torch.tensor([-cross_entropy(last, targets), float(is_greedy)], dtype=torch.float64, device="cpu")
+def _scores(logits: torch.Tensor, asked: Sequence[Continuation]) -> torch.Tensor:
+    """Return the log likelihood of each continuation by its row of ``logits`` (rows, length, vocabulary), and whether
+    all its targets are most likely, (rows, 2) float64, where the logits are.
+    """
+    num_rows, length, vocabulary = logits.shape
+    ends = [row * length + len(one.inputs) for row, one in enumerate(asked)]
+    predicting = [i for end, one in zip(ends, asked, strict=True) for i in range(end - len(one.targets), end)]
+    places = sent(torch.tensor(predicting, dtype=torch.int64, device="cpu"), logits.device)
+    targets = sent(torch.cat([one.targets for one in asked]), logits.device)
+    of_tokens = torch.zeros((2, num_rows * length), dtype=torch.float64, device=logits.device)
+    step = token_chunk(vocabulary)
+    for here, wanted in zip(torch.split(places, step), torch.split(targets, step), strict=True):
+        log_probabilities = nn.functional.log_softmax(logits.reshape(-1, vocabulary)[here].float(), dim=1)
+        of_tokens[0, here] = log_probabilities.gather(1, wanted[:, None])[:, 0].double()
+        of_tokens[1, here] = (log_probabilities.argmax(dim=1) != wanted).double()
+    likelihoods, misses = of_tokens.view(2, num_rows, length).sum(dim=2)
+    return torch.stack([likelihoods, (misses == 0).double()], dim=1)

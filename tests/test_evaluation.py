@@ -111,6 +111,12 @@ def test_windows_of_several_texts_share_forwards() -> None:
         perplexities(model, [*texts, make_tokens(4)], sequence_length=6)
 
 
+def test_windows_of_a_batch_do_not_see_each_other() -> None:
+    model, tokens = tiny_model("llama"), samples(9)
+    found = [perplexity(model, tokens, batch_tokens=num) for num in (1, 40, 10**6)]
+    assert found == [pytest.approx(found[0], rel=1e-6)] * 3
+
+
 def test_leaves_no_gradient_and_reports_progress() -> None:
     model, seen = make_bigram(), []
     perplexity(model, make_tokens(60), sequence_length=20, progress=lambda *done: seen.append(done), batch_tokens=40)

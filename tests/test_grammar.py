@@ -50,6 +50,7 @@ GRAMMAR: dict[str, Any] = {
     "overwrite": False,
     "group": None,
     "offload": False,
+    "batch_tokens": None,
     "progress": None,
 }
 # What deviates: the default, and why.

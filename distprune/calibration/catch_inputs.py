@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.calibration.root_parameters import RootParameters
 from distprune.calibration.stand_in import standing_in
 from distprune.calibration.walk import Call, Walk, check_plain, hidden_of, with_hidden
 from distprune.collectives.communicator import Alone
@@ -28,12 +27,11 @@ def catch_inputs(
 ) -> Walk:
     """Return the walk that begins before the first decoder block of ``model``.
 
-    Each batch is one sample: the keyword arguments of the model's forward. The first one runs the first
+    Each batch is the keyword arguments of the model's forward. The first one runs the first
     block and what is around the blocks, to learn how each of them is called; the others stop where the last
     kind of call begins, which for most models is at the first block. With ``offload`` the hidden states wait on the
-    CPU between blocks. Every rank must pass as many batches. Under FSDP2 alone, embeddings are looked up in their
-    shards (see ``RootParameters``); in other layouts that FSDP2 is part of, it gathers the root once for all samples.
-    Rounds: 1 for each sample and 1 before the first block is gathered, of 64 bytes, and those of ``RootParameters``.
+    CPU between blocks. Every rank must pass as many batches. FSDP2 gathers the root, embeddings and head, once for
+    all of them. Rounds: 1 for each batch and 1 before the first block is gathered, of 64 bytes.
 
     Raises:
         ValueError: no decoder blocks, no batches, a forward that does not reach the blocks in order, or that gives a
@@ -45,7 +43,8 @@ def catch_inputs(
     if not batches:
         raise ValueError("there is no calibration sample")
     take_roots(model)
-    walk = Walk(model, blocks, batches=list(batches), offload=offload)
+    windows = [range(i, i + 1) for i in range(len(batches))]  # unless the caller knows better
+    walk = Walk(model, blocks, batches=list(batches), windows=windows, offload=offload)
     learner = _Learner(model, blocks, comm or Guarded(Alone()))
     firsts: list[int] = []  # by block, the first of its kind
     reset_forward(model)
@@ -77,8 +76,6 @@ class _Learner:
         self._model = model
         self._blocks = blocks
         self._comm = comm
-        of_root = RootParameters.can_stand_in(model, [block for _, block in blocks])
-        self._root = RootParameters(comm, model) if of_root else None
         self.output: Any = None  # of a block
         self._extras: list[torch.Tensor] = []  # what a block puts out beside hidden states
         self._num_asked = 0
@@ -94,11 +91,7 @@ class _Learner:
         with standing_in(self._model, self._blocks[:num_asked], self.called), torch.no_grad():
             self._comm.meet()  # it may gather
             try:
-                if self._root is None:
-                    self._model(**batch)
-                else:
-                    with self._root:
-                        self._model.forward(**batch)  # without the hooks that gather
+                self._model(**batch)
             except _ReachedLast:
                 assert self._first_hidden is not None
                 self._check_handed_on()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,18 +18,26 @@ from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.text import draw_windows, draw_windows_of_text
 from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import Group, communicator
+from distprune.shards.device import sent
+
+_BATCH_TOKENS = 8192
+_CPU_FEATURES = 1 << 21  # of the hidden states of one batch
 
 
 @dataclass(frozen=True)
 class Samples:
-    """What this rank runs: ``batches[i]`` are the keyword arguments of a forward.
+    """What this rank runs: ``batches[i]`` are the keyword arguments of a forward, of the samples ``windows[i]``.
 
-    Every rank has as many. Only the first ``num_counted`` count; a rank that has fewer samples than
-    others pads with its last one, run again and not counted, because a sharded forward needs every rank.
+    Every rank has as many, because a sharded forward needs every rank. A batch without windows is padding: one sample
+    that is run, and not counted. Padding comes last.
     """
 
     batches: list[dict[str, Any]]
-    num_counted: int
+    windows: list[range]  # the numbers of samples, among those of all ranks
+
+    @property
+    def num_counted(self) -> int:
+        return sum(map(bool, self.windows))
 
 
 def load_samples(
@@ -115,33 +125,64 @@ def token_digest(token_ids: torch.Tensor) -> str:
     return hashlib.sha256(token_ids.contiguous().numpy(force=True).tobytes()).hexdigest()
 
 
-def spread(token_ids: torch.Tensor, part: int, num_parts: int, device: torch.device | str = "cpu") -> Samples:
+def spread(
+    token_ids: torch.Tensor, part: int, num_parts: int, batch_tokens: int = 1, device: torch.device | str = "cpu"
+) -> Samples:
     """Return one part of the samples ``token_ids`` (num_samples, length): ``part``, ``part + num_parts``, ... Local.
 
-    Ranks that need each other to run a sample must ask for the same part. One sample is one batch, so that its
-    activations are the same bits on whichever rank it runs.
+    As many samples run together as make ``batch_tokens`` tokens, or one. Every part has as many batches, and shares its
+    samples out evenly. Ranks that need each other to run a sample must ask for the same part.
     """
-    num_samples = len(token_ids)
+    num_samples, length = token_ids.shape
     if num_samples == 0:
         raise ValueError("there is no calibration sample")
-    num_rounds = -(-num_samples // num_parts)
-    mine = range(part, num_samples, num_parts)
-    chosen = [*mine, *[mine[-1] if mine else 0] * (num_rounds - len(mine))]
-    batches = [{"input_ids": token_ids[i : i + 1].to(device), "use_cache": False} for i in chosen]
-    return Samples(batches, len(mine))
+    own = range(part, num_samples, num_parts)
+    most = math.ceil(num_samples / num_parts)  # of one part
+    num_batches = math.ceil(most / max(batch_tokens // length, 1))
+    bounds = [math.ceil(len(own) * i / num_batches) for i in range(num_batches + 1)]
+    windows = [own[start:stop] for start, stop in itertools.pairwise(bounds)]
+    run = [list(some) or [own[-1] if own else 0] for some in windows]
+    batches = [{"input_ids": sent(token_ids[some], torch.device(device)), "use_cache": False} for some in run]
+    return Samples(batches, windows)
 
 
-def own_samples(sample_group: SampleGroup, model: nn.Module, token_ids: torch.Tensor) -> Samples:
+def own_samples(
+    sample_group: SampleGroup, model: nn.Module, token_ids: torch.Tensor, batch_tokens: int | None = None
+) -> Samples:
     """Return the samples that ``sample group`` runs, on the device of ``model``. Local."""
     device = next((parameter.device for parameter in model.parameters()), "cpu")
-    return spread(token_ids, sample_group.number, sample_group.num_groups, device)
+    num_tokens = tokens_together(model, batch_tokens)
+    return spread(token_ids, sample_group.number, sample_group.num_groups, num_tokens, device)
 
 
-def check_fit(token_ids: torch.Tensor, model: nn.Module) -> None:
-    """Raise a ValueError if ``model`` has no positions or no embeddings for ``token_ids`` (samples, length). Local."""
+def tokens_together(model: nn.Module, batch_tokens: int | None) -> int:
+    """Return how many tokens run in one forward of ``model``: ``batch_tokens``, or by default what it is fast with.
+
+    That are 8,192, which fill a device; on the CPU as many as have 2 million features, which its cache holds. Local.
+
+    Raises:
+        TypeError, ValueError: ``batch_tokens`` is no number of tokens.
+    """
+    if batch_tokens is None:
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        width = getattr(getattr(model, "config", None), "hidden_size", None) or 1
+        return _BATCH_TOKENS if device.type != "cpu" else min(_BATCH_TOKENS, _CPU_FEATURES // width)
+    if isinstance(batch_tokens, bool) or not isinstance(batch_tokens, int):
+        raise TypeError(f"batch_tokens must be a number of tokens, not {batch_tokens!r}")
+    if batch_tokens < 1:
+        raise ValueError(f"{batch_tokens=} must be at least 1; a window is run alone where it has more tokens")
+    return batch_tokens
+
+
+def check_fit(token_ids: torch.Tensor, model: nn.Module, length: int | None = None) -> None:
+    """Raise a ValueError if ``model`` has no positions or no embeddings for ``token_ids`` (samples, length). Local.
+
+    They may also be in one line, of which so many make the longest sequence.
+    """
     config = getattr(model, "config", None)
     positions, vocabulary = getattr(config, "max_position_embeddings", None), getattr(config, "vocab_size", None)
-    length, low, high = token_ids.shape[1], int(token_ids.min()), int(token_ids.max())
+    length = token_ids.shape[1] if length is None else length
+    low, high = int(token_ids.min()), int(token_ids.max())
     if positions is not None and 0 < positions < length:  # XLNet says -1
         raise ValueError(f"sequences of {length} tokens are longer than the model's {positions} positions")
     if vocabulary is not None and not 0 <= low <= high < vocabulary:

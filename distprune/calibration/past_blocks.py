@@ -14,7 +14,7 @@ from distprune.shards.fsdp2_forward import kept_gathered
 
 @contextmanager
 def past_blocks(walk: Walk) -> Iterator[Callable[[int, torch.Tensor], torch.Tensor]]:
-    """Yield a function that returns the logits, (batch, length, vocabulary), of a sample and of its hidden states.
+    """Yield a function that returns the logits, (samples, length, vocabulary), of a batch and of its hidden states.
 
     These are what the last block puts out. The model is run with stand-ins for its blocks, so that none of them is
     gathered. Under FSDP2 what is around them is gathered (inside torch), once for all runs: embeddings, too. Every rank
@@ -23,12 +23,12 @@ def past_blocks(walk: Walk) -> Iterator[Callable[[int, torch.Tensor], torch.Tens
     device = next((p.device for p in walk.model.parameters()), torch.device("cpu"))
     last = torch.empty(0, dtype=torch.float32, device="cpu")
 
-    def logits(sample: int, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(batch: int, hidden: torch.Tensor) -> torch.Tensor:
         nonlocal last
         last = hidden.to(device)
         with torch.no_grad(), walk.sample_group.passing():
-            of_sample: torch.Tensor = walk.model(**walk.batches[sample]).logits
-        return of_sample
+            of_batch: torch.Tensor = walk.model(**walk.batches[batch]).logits
+        return of_batch
 
     with standing_in(walk.model, walk.blocks, lambda *_: with_hidden(walk.output, last)), kept_gathered(walk.model):
         yield logits

@@ -4,16 +4,14 @@ Nouns: the *sensitivity* of an output of a layer is r_i = sum over tokens of (dL
 next tokens and y (tokens, out) what the layer puts out. The moments of its inputs are taken on the way.
 
 No gradient of a weight is computed: parameters need none while the pass lasts, and the first layers ask for gradients
-of their inputs, so that those of all outputs flow. Of one sample at a time the hidden states between blocks are kept,
+of their inputs, so that those of all outputs flow. Of one batch at a time the hidden states between blocks are kept,
 and the activations of one block, which runs once more in the backward pass.
 
-As in :mod:`distprune.calibration.statistics`, ranks of a sample group take some features each, and every sample is one
-addend, rounded to float32 and added in float64: N ranks come to what one rank comes to.
+As in :mod:`distprune.calibration.statistics`, ranks of a sample group take some features each; sums are float64.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from distprune.calibration.data import own_samples
 from distprune.calibration.listening import first_layers
 from distprune.calibration.sample_group import SampleGroup, flat_local
+from distprune.calibration.walk import named
 from distprune.collectives.agree import sum_together, together
 from distprune.collectives.base import Communicator
 from distprune.models.cross_entropy import cross_entropy
@@ -36,6 +35,7 @@ from distprune.models.evaluating import evaluating, keeping_weights, needing_gra
 from distprune.models.experts import expert_gradients
 from distprune.models.find_shards import bare_model
 from distprune.models.linear_layers import LinearLayer
+from distprune.shards.device import are_finite, fetched
 from distprune.shards.in_step import in_step
 
 _EXPERTS_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")  # of every experts module of transformers 5
@@ -57,15 +57,17 @@ def measure_sensitivities(
     linears: Sequence[Mapping[str, LinearLayer]],
     samples: torch.Tensor,
     progress: Callable[[int, int], None] | None = None,
+    batch_tokens: int | None = None,
 ) -> dict[str, Sensitivity]:
     """Return the sensitivity of each of ``linears``, which are those of each decoder block, by its name in ``model``.
 
-    ``samples`` (num_samples, length) are the same on every rank. ``model`` is run in evaluation mode and left as is:
+    ``samples`` (num_samples, length) are the same on every rank; ``batch_tokens`` run together, see
+    ``tokens_together``. ``model`` is run in evaluation mode and left as is:
     weights, gradients, which parameters need some, modes and random state. Every rank must call it. Rounds: those of
     :func:`in_step`, 1 for each block, of 8 bytes for each input and output of its layers, and 1 of 64 bytes.
 
     Raises:
-        ValueError: on every rank: NaN or Inf in the loss or in a gradient; it names the sample, and the layer.
+        ValueError: on every rank: NaN or Inf in the loss, with the samples, or in a gradient, with the layer.
         NotImplementedError: on every rank: inputs or outputs that are cut otherwise than evenly along their features;
             experts that are called otherwise than transformers 5 calls them; logits that are cut.
         RuntimeError: on every rank: a forward that changes the model's own weights.
@@ -81,20 +83,18 @@ def measure_sensitivities(
     with together(comm):
         of_all = {name: linear for of_block in by_block for name, linear in of_block.items()}
         listener = _BackwardListener(sample_group, of_all, device)
-        mine = own_samples(sample_group, model, samples)
+        mine = own_samples(sample_group, model, samples, batch_tokens)
     # Of a block, what it is given is kept, not what it computes: the backward pass runs it once more.
     forwards = replacing_forwards(
         [block for _, block in blocks], lambda block: partial(checkpoint, block.forward, use_reentrant=False)
     )
     several = in_step(comm, bare, layers_communicate=sample_group.size > 1)
     with several as run, _without_traces(bare, device), forwards, listener.listening():
-        for index, batch in enumerate(mine.batches):
-            number = sample_group.number + index * sample_group.num_groups if index < mine.num_counted else None
-            loss = run(listener.run, bare, batch, counts=number is not None)
-            if number is not None:
-                listener.check(loss, number)
+        for index, (batch, windows) in enumerate(zip(mine.batches, mine.windows, strict=True)):
+            run(listener.run, bare, batch, windows)
             if progress is not None:
                 progress(index + 1, len(mine.batches))
+        listener.check()
     sums: dict[str, list[torch.Tensor]] = {}
     for of_block in by_block:
         sums |= _summed(comm, listener, of_block)
@@ -130,7 +130,8 @@ class _BackwardListener:
             bounds = [sample_group.features(num) for num in (linear.num_in, linear.num_out)]
             inputs, outputs = (torch.zeros(stop - start, dtype=torch.float64, device=device) for start, stop in bounds)
             self.sums[name] = inputs, outputs
-        self._takes = False  # not while a block runs once more, nor for a sample that does not count
+        self._losses: list[tuple[range, torch.Tensor]] = []  # of the windows of each batch that counts
+        self._takes = False  # not while a block runs once more, nor for a batch that does not count
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -142,37 +143,41 @@ class _BackwardListener:
                 stack.callback(module.register_forward_hook(partial(self._put_out, name), with_kwargs=True).remove)
             yield
 
-    def run(self, model: nn.Module, batch: Mapping[str, Any], counts: bool) -> float:
-        """Run a sample forward and backward, and return its loss; take in what it says, if it ``counts``."""
-        self._takes = counts
+    def run(self, model: nn.Module, batch: Mapping[str, Any], windows: range) -> None:
+        """Run a batch of ``windows`` forward and backward, and take in what it says; without windows it is padding."""
+        self._takes = bool(windows)
         try:
-            logits = model(**batch).logits[0, :-1]
+            logits = model(**batch).logits
         finally:
             self._takes = False
-        targets = batch["input_ids"][0, 1:]
-        if isinstance(logits, DTensor) or int(targets.max()) >= logits.shape[-1]:
+        vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+        if isinstance(logits, DTensor) or (vocabulary is not None and logits.shape[-1] < vocabulary):
             raise NotImplementedError(
                 f"logits are cut: {tuple(logits.shape)} on this rank; let the tensor-parallel plan replicate them"
             )
-        gradient = torch.empty_like(logits)
-        loss = cross_entropy(logits.detach(), targets, gradient)
-        torch.autograd.backward(logits, gradient)
-        return loss
+        predicting, targets = logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten()
+        gradient = torch.empty_like(predicting)
+        loss = cross_entropy(predicting.detach(), targets, gradient)
+        torch.autograd.backward(predicting, gradient)
+        if windows:
+            self._losses.append((windows, loss))
 
-    def check(self, loss: float, number: int) -> None:
-        """Check what sample ``number`` of all came to. Local.
+    def check(self) -> None:
+        """Check what all batches came to. Local, one wait for a device.
 
         Raises:
             ValueError: NaN or Inf.
         """
-        if not math.isfinite(loss):
-            raise ValueError(f"the loss of calibration sample {number} is {loss}")
-        pairs = [self.sums[name] for name in self._linears]
-        finite = torch.stack([of.isfinite().all() for pair in pairs for of in pair]).view(-1, 2).tolist()
-        for name, (inputs, outputs) in zip(self._linears, finite, strict=True):
+        sums = [total for name in self._linears for total in self.sums[name]]
+        losses = fetched([loss for _, loss in self._losses])
+        for (windows, _), loss in zip(self._losses, losses, strict=True):
+            if not loss.isfinite():
+                raise ValueError(f"the loss of calibration samples {named(windows)} is {loss}")
+        finite = fetched([are_finite(total) for total in sums])
+        for name, inputs, outputs in zip(self._linears, finite[::2], finite[1::2], strict=True):
             if not (inputs and outputs):
                 what = "gradients of what it puts out" if inputs else "inputs"
-                raise ValueError(f"{name!r}: NaN or Inf in the {what}, in calibration sample {number}")
+                raise ValueError(f"{name!r}: NaN or Inf in the {what} in calibration samples")
 
     def _given(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Take in the inputs of a linear layer, and return them so that gradients of outputs flow."""
@@ -217,7 +222,7 @@ class _BackwardListener:
         self.sample_group.check_cut(x, num, f"{name!r} {'puts out' if which else 'is given'}")
         own = self.sample_group.own_features(x, num)
         norms = torch.linalg.vector_norm(own, dim=0, dtype=torch.float64)
-        self.sums[name][which].add_(norms.square_().float())
+        self.sums[name][which].addcmul_(norms, norms)
 
 
 @contextmanager

@@ -119,10 +119,10 @@ class InputStatistics:
         Every rank must call it: what the block communicates. What it raises is kept, for :meth:`reduce`.
         """
         with self.listening(), walk.block(index) as run:
-            for sample in range(walk.num_samples):
-                self.begin_sample(counts=sample < walk.num_counted)
+            for batch in range(walk.num_batches):
+                self.begin_sample(counts=bool(walk.windows[batch]))
                 with suppress(StageDone):
-                    run(sample)
+                    run(batch)
 
     @own_settings()
     def given(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None, first: str) -> None:

@@ -31,11 +31,12 @@ def walking(
     *,
     offload: bool = False,
     has_dense: bool = False,
+    batch_tokens: int | None = None,
 ) -> Iterator[Walk]:
     """Yield the walk of ``samples`` (num_samples, length) through ``model``, which is in evaluation mode meanwhile.
 
-    ``has_dense``: the walk has a dense stream. Every rank must call it. Rounds: those of :func:`catch_inputs`, one of
-    64 bytes before each of them, and one at the end.
+    ``has_dense``: the walk has a dense stream; ``batch_tokens`` run together, see ``tokens_together``. Every rank must
+    call it. Rounds: those of :func:`catch_inputs`, one of 64 bytes before each of them, and one at the end.
 
     Raises:
         NotImplementedError: on every rank: tensor parallelism cuts hidden states between blocks.
@@ -44,29 +45,29 @@ def walking(
     with ExitStack() as stack:
         with guarding(comm) as ranks:
             stack.enter_context(evaluating(model))
-            mine = own_samples(sample_group, model, samples)
+            mine = own_samples(sample_group, model, samples, batch_tokens)
             with sample_group.passing():
                 walk = catch_inputs(model, mine.batches, offload=offload, comm=ranks)
-            walk.sample_group, walk.num_counted = sample_group, mine.num_counted
+            walk.sample_group, walk.windows = sample_group, mine.windows
             if sample_group.size > 1:
-                walk.check_whole(samples.shape[1])
+                walk.check_whole()
             if has_dense:
                 walk.split()
         yield walk
 
 
 class Visitor(ABC):
-    """Measures ``num_words`` numbers of one block, as a sum over samples of addends that float64 adds exactly."""
+    """Measures ``num_words`` numbers of one block, as a sum over batches of samples."""
 
     num_words: int
 
     def listening(self) -> AbstractContextManager[object]:
-        """Return the context in which the block is run on all samples of this rank."""
+        """Return the context in which the block is run on all batches of this rank."""
         return nullcontext()
 
     @abstractmethod
     def measure(self, given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """Return what a sample adds, (num_words,), after its run: the block was given and put out these. Local."""
+        """Return what a batch adds, (num_words,), after its run: the block was given and put out these. Local."""
 
 
 def visit_blocks(
@@ -77,11 +78,13 @@ def visit_blocks(
     progress: Progress = None,
     *,
     offload: bool = False,
+    batch_tokens: int | None = None,
 ) -> Iterator[torch.Tensor]:
     """Yield for each decoder block what its visitor measures, summed over all samples, (num_words,) float64.
 
     Every rank must call it. Rounds: those of a walk, and for each block 1 of 8 bytes a word and that of its run.
-    ``progress`` is called with the number of blocks done, and of all; ``offload``: as of :func:`walking`.
+    ``progress`` is called with the number of blocks done, and of all; ``offload``, ``batch_tokens``: as of
+    :func:`walking`.
 
     Raises:
         ValueError, NotImplementedError, Exception: on every rank: what the walk raises, or on one a visitor or
@@ -90,22 +93,22 @@ def visit_blocks(
     with together(comm):
         axis = shared_axis(model)
     sample_group = find_sample_group(comm, axis)
-    with walking(comm, sample_group, model, samples, offload=offload) as walk:
+    with walking(comm, sample_group, model, samples, offload=offload, batch_tokens=batch_tokens) as walk:
         for index, visitor in enumerate(visitors):
             yield _visited(comm, walk, index, visitor, progress)
 
 
 def _visited(comm: Communicator, walk: Walk, index: int, visitor: Visitor, progress: Progress) -> torch.Tensor:
-    found: list[torch.Tensor] = []
+    measured: list[torch.Tensor] = []
 
-    def take(sample: int, given: torch.Tensor, output: torch.Tensor) -> None:
-        of_sample = visitor.measure(given, output).double()
-        if sample < walk.num_counted and walk.sample_group.rank == 0:
-            found.append(of_sample)
+    def take(batch: int, given: torch.Tensor, output: torch.Tensor) -> None:
+        of_batch = visitor.measure(given, output).double()
+        if walk.windows[batch] and walk.sample_group.rank == 0:
+            measured.append(of_batch)
 
     def fill(words: torch.Tensor) -> None:
-        for of_sample in fetched(found):
-            words.add_(of_sample)
+        for of_batch in fetched(measured):
+            words.add_(of_batch)
         if progress is not None:
             progress(index + 1, len(walk.blocks))
 

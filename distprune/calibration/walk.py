@@ -22,7 +22,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from distprune.calibration.free_memory import FreeMemory
 from distprune.calibration.sample_group import SampleGroup
 from distprune.collectives.agree import together
 from distprune.collectives.base import Communicator
@@ -50,12 +49,13 @@ class Call:
 
 @dataclass
 class Walk:
-    """The samples of this rank on their way through the blocks.
+    """The samples of this rank on their way through the blocks, in batches.
 
-    ``hidden[i]`` is what the next block is given for sample i, (batch, length, features); ``calls[i][b]`` is how
+    ``hidden[i]`` is what the next block is given for batch i, (samples, length, features); ``calls[i][b]`` is how
     block b is called for it, one object for all blocks of a kind. ``dense`` are hidden states that go by themselves:
     those of the model before anything was pruned, where they are wanted (see :mod:`distprune.calibration.targets`).
-    ``batches[i]`` are the arguments of the model's forward, and ``output`` is what a block puts out, but for its
+    ``batches[i]`` are the arguments of the model's forward, and ``windows[i]`` the numbers of the samples in it, among
+    those of all ranks: without any it is padding, run and not counted. ``output`` is what a block puts out, but for its
     hidden states.
     """
 
@@ -68,25 +68,28 @@ class Walk:
     output: Any = None
     offload: bool = False  # hidden states are on the CPU between blocks
     sample_group: SampleGroup = field(default_factory=SampleGroup)  # that runs these samples
-    num_counted: int = 0  # the first ones; the others are padding: run, not counted
-    num_runs: int = 0  # of a block on a sample
+    windows: list[range] = field(default_factory=list)
+    num_runs: int = 0  # of a block on a batch
     given: torch.Tensor | None = None  # the hidden states that are run now
-    _memory: FreeMemory = field(default_factory=FreeMemory)
+
+    @property
+    def num_batches(self) -> int:
+        return len(self.hidden)
 
     @property
     def num_samples(self) -> int:
-        return len(self.hidden)
+        return sum(map(len, self.windows))
 
-    def check_whole(self, length: int) -> None:
+    def check_whole(self) -> None:
         """Refuse hidden states that are cut along the sequence: ranks that share a sample would count tokens twice.
 
         Raises:
-            NotImplementedError: they do not hold all ``length`` tokens of a sample.
+            NotImplementedError: they do not hold all tokens of a batch.
         """
-        shape = tuple(self.hidden[0].shape)
-        if math.prod(shape[:-1]) != length:
+        shape, num_tokens = tuple(self.hidden[0].shape), self.batches[0]["input_ids"].numel()
+        if math.prod(shape[:-1]) != num_tokens:
             raise NotImplementedError(
-                f"hidden states of shape {shape} between blocks, for samples of {length} tokens: a tensor-parallel "
+                f"hidden states of shape {shape} between blocks, for {num_tokens} tokens: a tensor-parallel "
                 "plan must leave them whole on every rank (no SequenceParallel across blocks)"
             )
 
@@ -104,7 +107,7 @@ class Walk:
     def block(
         self, index: int, *, dense: bool = False, gradients: bool = False
     ) -> Iterator[Callable[[int], torch.Tensor]]:
-        """Yield a function that runs block ``index`` on a sample and returns its output, (batch, length, features).
+        """Yield a function that runs block ``index`` on a batch and returns its output, (samples, length, features).
 
         The block's weights may have been changed before. Under FSDP2 they are gathered (inside torch) once for all
         runs, with all that ``fully_shard`` put into one group with them, and are shards again afterwards; outside of a
@@ -115,11 +118,11 @@ class Walk:
         device = next((p.device for p in block.parameters()), torch.device("cpu"))
         stream = self.dense if dense else self.hidden
 
-        def run(sample: int) -> torch.Tensor:
-            self.given = stream[sample].to(device)
+        def run(batch: int) -> torch.Tensor:
+            self.given = stream[batch].to(device)
             self.num_runs += 1
             with torch.set_grad_enabled(gradients), self.sample_group.passing():
-                return self.calls[sample][index].run(block, self.given)
+                return self.calls[batch][index].run(block, self.given)
 
         outer = _outer(self.model, name)
         if outer is not None:
@@ -143,50 +146,55 @@ class Walk:
         end: Callable[[int, torch.Tensor, torch.Tensor], None] = lambda *_: None,
         checks: bool = True,
     ) -> None:
-        """Run block ``index`` on every sample and take its outputs for the inputs of the next one.
+        """Run block ``index`` on every batch and take its outputs for the inputs of the next one.
 
-        ``begin`` is called before each sample is run, ``end`` with its number, what the block was given and what it
+        ``begin`` is called before each batch is run, ``end`` with its number, what the block was given and what it
         puts out. One round of 64 bytes beyond the block's own.
 
         Raises:
             ValueError: on every rank, if it ``checks``: an output is NaN or infinite; it names the block, the stream
-                and the sample.
+                and the samples of the first such batch.
         """
-        finite: list[torch.Tensor] = []  # by sample
+        finite: list[torch.Tensor] = []  # by batch
         stream = self.dense if dense else self.hidden
         with together(comm):
             with self.block(index, dense=dense) as run:
-                for sample in range(self.num_samples):
+                for batch in range(self.num_batches):
                     begin()
-                    output = run(sample)
-                    end(sample, stream[sample], output)
+                    output = run(batch)
+                    end(batch, stream[batch], output)
                     if checks:
                         finite.append(are_finite(output))
-                    _put(stream, sample, output)
-            self._memory.give_back()
-            if bad := [sample for sample, is_finite in enumerate(fetched(finite)) if not is_finite]:
-                raise ValueError(
-                    f"block {self.blocks[index][0]!r} puts out NaN or Inf{' in the dense stream' if dense else ''} for "
-                    f"{len(bad)} of this rank's {self.num_samples} samples, the first of them number {bad[0]}"
-                )
+                    _put(stream, batch, output)
+            for batch, is_finite in enumerate(fetched(finite)):
+                if not is_finite:
+                    raise ValueError(
+                        f"block {self.blocks[index][0]!r} puts out NaN or Inf{' in the dense stream' if dense else ''} "
+                        f"for calibration samples {named(self.windows[batch])}"
+                    )
 
     def go_on(self, outputs: list[torch.Tensor]) -> None:
-        """Take ``outputs``, of all samples, for the inputs of the next block. Local."""
-        for sample, output in enumerate(outputs):
-            _put(self.hidden, sample, output)
-        self._memory.give_back()
+        """Take ``outputs``, of all batches, for the inputs of the next block. Local."""
+        for batch, output in enumerate(outputs):
+            _put(self.hidden, batch, output)
 
 
-def _put(stream: list[torch.Tensor], sample: int, output: torch.Tensor) -> None:
+def named(windows: range) -> str:
+    """Return the numbers of samples as text, such as ``0, 2, 4``."""
+    shown = [*map(str, windows[:8]), *(["..."] if len(windows) > 8 else [])]
+    return ", ".join(shown) or "that are padding"
+
+
+def _put(stream: list[torch.Tensor], batch: int, output: torch.Tensor) -> None:
     """Write ``output`` in place if it fits: elsewhere it would lie among what the next block needs."""
-    own = stream[sample]
-    is_like = own.shape == output.shape and own.dtype == output.dtype
-    stream[sample] = own.copy_(output) if is_like else output.to(own.device, copy=True)
+    before = stream[batch]
+    is_like = before.shape == output.shape and before.dtype == output.dtype
+    stream[batch] = before.copy_(output) if is_like else output.to(before.device, copy=True)
 
 
 @contextmanager
 def fitting(walk: Walk, num_kept: int = 0) -> Iterator[None]:
-    """Say what the dense stream takes if the body runs out of memory; ``num_kept``: bytes kept of one sample beside it.
+    """Say what the dense stream takes if the body runs out of memory; ``num_kept``: bytes kept of one batch beside it.
 
     Local.
     """
@@ -196,7 +204,7 @@ def fitting(walk: Walk, num_kept: int = 0) -> Iterator[None]:
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
         streams = 2 * sum(hidden.nbytes for hidden in walk.hidden)
-        needs = (streams + num_kept * walk.num_samples) / 2**30
+        needs = (streams + num_kept * walk.num_batches) / 2**30
         way_out = "" if walk.offload else "; offload=True (--offload) lets them wait on the CPU, where it takes as much"
         raise ValueError(
             "there is no memory left for the dense stream: with the pruned one, and what a block makes of it, it takes "

@@ -166,7 +166,7 @@ class WindowGradients:
         """Return errors and sizes of this rank's windows, (2,) float64. Adds ``outputs`` of all its samples."""
         found: dict[int, torch.Tensor] = {}
         group, hidden = self._walk.sample_group, self._walk.hidden
-        for own in range(self._walk.num_samples):
+        for own in range(self._walk.num_batches):
             window = own * group.num_groups + group.number
             if window >= self._num_windows and outputs is None:
                 continue

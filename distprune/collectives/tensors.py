@@ -89,49 +89,6 @@ def gather_features(comm: Communicator, group: dist.ProcessGroup, local: torch.T
     return joined.to(local.device).view(local.dtype)[:, :num_in]
 
 
-def lookup_rows(
-    comm: Communicator, group: dist.ProcessGroup, local: torch.Tensor, num_rows: int, indices: torch.Tensor
-) -> torch.Tensor:
-    """Return rows ``indices`` of a matrix (``num_rows``, columns), on the device of ``local``.
-
-    ``local`` is this rank's chunk of its rows, as ``torch.chunk`` cuts them over ``group``; ``indices`` are
-    different and ascending, and may be other ones, and another number, on every rank. Every rank of ``group`` must
-    call it: three rounds, counted in the traffic of ``comm``, of 8 bytes a rank, 8 bytes an index, and the rows.
-
-    Raises:
-        IndexError: on every rank of ``group``: an index out of range.
-    """
-    is_wrong = bool(len(indices)) and not 0 <= int(indices[0]) <= int(indices[-1]) < num_rows
-    num_ranks, rank, device = dist.get_world_size(group), dist.get_rank(group), staging_device(group)
-    step = -(-num_rows // num_ranks)
-    indices = indices.to(device)
-    ends = torch.searchsorted(indices, torch.arange(1, num_ranks + 1, device=device) * step)
-    asked = ends.diff(prepend=ends.new_zeros(1))
-    num_asked = asked.tolist()
-    asked = torch.full_like(asked, -1) if is_wrong else asked
-    num_answered = _swap(comm, group, asked, [1] * num_ranks, [1] * num_ranks).tolist()
-    if is_wrong:
-        raise IndexError(f"rows {int(indices[0])} to {int(indices[-1])} of a matrix of {num_rows} rows")
-    if -1 in num_answered:
-        raise IndexError(f"rank {num_answered.index(-1)} of {num_ranks} asked for rows beyond the {num_rows} there are")
-    wanted = _swap(comm, group, indices, num_asked, num_answered)
-    rows = local[(wanted - rank * step).to(local.device)].contiguous()
-    staged = rows.view(torch.uint8).to(device)  # bytes: not every backend knows every dtype
-    return _swap(comm, group, staged, num_answered, num_asked).to(local.device).view(local.dtype)
-
-
-def whole_tensor(comm: Communicator, sharded: DTensor) -> torch.Tensor:
-    """Return the whole of a small ``sharded`` tensor, a norm's weight say; never for what grows with the model.
-
-    Every rank of its mesh must call it: one round, counted in the traffic of ``comm``, of the tensor's bytes; none of
-    what is whole everywhere.
-    """
-    if all(placement.is_replicate() for placement in sharded.placements):
-        return sharded.full_tensor().detach()
-    with comm.round(sharded.numel() * sharded.element_size()):
-        return sharded.full_tensor().detach()
-
-
 def _swap(
     comm: Communicator, group: dist.ProcessGroup, sent: torch.Tensor, sent_sizes: list[int], sizes: list[int]
 ) -> torch.Tensor:

@@ -71,6 +71,14 @@ class CalibratedJob(ResumableJob):
         "How much of the way to the dense model's output (half of it).", default=None, above=0, most=1, panel=METHOD
     )
     offload: bool = ask("Keep activations on the CPU between blocks.", default=False, decides=False, panel=RUNNING)
+    batch_tokens: int | None = ask(
+        "Tokens that run together, or one window (8192; of wide models on the CPU fewer).",
+        default=None,
+        least=1,
+        most=MOST,
+        decides=False,
+        panel=RUNNING,
+    )
 
     @override
     def check_asked(self) -> None:

@@ -163,6 +163,7 @@ def run_one_shot_job(
                     refit=job.refit,
                     permute=job.permute,
                     offload=job.offload,
+                    batch_tokens=job.batch_tokens,
                     expert_memory=expert_memory,
                     finished=journal.finished,
                     on_block=journal.on_block,
@@ -184,8 +185,8 @@ def _shares(job: OneShotJob, run: Run, model: nn.Module, samples: torch.Tensor) 
         return None
     sparsity = vars(as_pattern(job.pattern, job.sparsity))["sparsity"]
     try:
-        with clock(run.seconds, "allocate"), run.reporter.stage("allocating", "samples") as progress:
-            return allocate(model, samples, sparsity, group=run.comm, progress=progress)
+        with clock(run.seconds, "allocate"), run.reporter.stage("allocating", "batches") as progress:
+            return allocate(model, samples, sparsity, group=run.comm, batch_tokens=job.batch_tokens, progress=progress)
     except NotImplementedError as error:  # on every rank
         if job.allocation is not None:
             raise

@@ -190,6 +190,7 @@ class _Shrinking:
             target_share=job.target_share,
             group=self.run.comm,
             offload=job.offload,
+            batch_tokens=job.batch_tokens,
         )
 
     def _cut_experts(self, num: int | float) -> None:
@@ -206,6 +207,7 @@ class _Shrinking:
                     criterion=self.job.expert_criterion,
                     group=run.comm,
                     offload=self.job.offload,
+                    batch_tokens=self.job.batch_tokens,
                 )
             return entries_of(chosen, num_before)
 
@@ -238,6 +240,7 @@ class _Shrinking:
             on_trial=on_trial,
             group=run.comm,
             offload=self.job.offload,
+            batch_tokens=self.job.batch_tokens,
         )
         run.reporter.say(f"sizes: {division.sizes}")
         return division
@@ -256,6 +259,7 @@ class _Shrinking:
                     known=division.layers_gone,
                     group=run.comm,
                     offload=self.job.offload,
+                    batch_tokens=self.job.batch_tokens,
                     progress=progress,
                 )
             layers = [layer for layer in layers if layer not in gone]

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from distprune.calibration.data import tokens_together
 from distprune.calibration.own_words import samples_of
 from distprune.calibration.sample_group import find_sample_group
 from distprune.calibration.sensitivity import Sensitivity, measure_sensitivities
@@ -54,6 +55,7 @@ def allocate(
     *,
     max_difference: float = 0.15,
     group: Group = None,
+    batch_tokens: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, float]:
     """Return a sparsity for each linear layer in the decoder blocks of ``model``, ``sparsity`` over all of them
@@ -69,12 +71,12 @@ def allocate(
     rows of the smallest layer. A layer that no token reached (an expert that nothing was routed to) has ``sparsity``.
 
     Args:
-        model, samples, group: as of :func:`distprune.prune_blocks`; samples of two tokens or more.
+        model, samples, group, batch_tokens: as of :func:`distprune.prune_blocks`; samples of two tokens or more.
         max_difference: no share lies further than that from ``sparsity``.
-        progress: called with how many of this rank's samples are done, and how many there are.
+        progress: called with how many of this rank's batches are done, and how many there are.
 
     Every rank of ``group`` must call it, with equal arguments; all come to the same shares, and N ranks to those of
-    one but for rounding. The model is left as it was. In memory beyond its shards: the hidden states of one sample
+    one but for rounding. The model is left as it was. In memory beyond its shards: the hidden states of one batch
     between blocks, the activations of one block, which a backward pass needs, and one byte a local weight. Rounds: 6
     (4 more where ranks hold different parameters), 1 for each block of 8 bytes for each input and output of its layers,
     and a choice by :class:`distprune.Unstructured` over all layers, with 1 round of 8 bytes a layer, until no share is
@@ -82,7 +84,7 @@ def allocate(
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank: what ``prune_blocks`` refuses; a budget that no
-            shares within bounds meet; NaN or Inf in the loss or in gradients, with the sample and the layer.
+            shares within bounds meet; NaN or Inf in the loss, with the samples, or in gradients, with the layer.
         RuntimeError: on every rank: a forward that changes the model's own weights.
     """
     comm = communicator(group)
@@ -97,12 +99,13 @@ def allocate(
         if not 0 <= max_difference <= 1:
             raise ValueError(f"{max_difference=} is not between 0 and 1")
         agreed.found, agreed.score = Found(plan.shards, has_blocks=True), plan.solver.score
-        agreed.facts = {**plan.facts, "max_difference": repr(max_difference)}
+        agreed.facts = {**plan.facts, "max_difference": repr(max_difference), "batch_tokens": repr(batch_tokens)}
+        tokens_together(model, batch_tokens)
     shards = agreed.shards()
     check_parts(comm, agreed.roster, lambda: shards)
     sample_group = find_sample_group(comm, plan.axis)
     found = measure_sensitivities(
-        comm, sample_group, model, [of.linears for of in plan.linears], plan.samples, progress
+        comm, sample_group, model, [of.linears for of in plan.linears], plan.samples, progress, batch_tokens
     )
     with together(comm):
         by_parameter = {shard.name: shard for shard in shards}

@@ -86,6 +86,7 @@ def run_blocks(
     offload: bool,
     finished: Finished | None,
     on_block: OnBlock | None,
+    batch_tokens: int | None = None,
     num_parameters: int | None = None,
     **about: Any,
 ) -> OneShotReport:
@@ -101,7 +102,11 @@ def run_blocks(
 
     calls_back = bool(max_together(comm, (1,), tell))
     owned = {shard.name: shard.owned for shard in shards}
-    with walking(comm, sample_group, model, samples, offload=offload, has_dense=options.has_targets) as walk:
+    num_together = 1 if options.fits else batch_tokens  # a fit has its own batches
+    has_dense = options.has_targets
+    with walking(
+        comm, sample_group, model, samples, offload=offload, has_dense=has_dense, batch_tokens=num_together
+    ) as walk:
         pruner = _BlockPruner(comm, walk, options, linears, owned, prune_rows, len(samples))
         for index in range(len(walk.blocks)):
             if index in options.skipped:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from distprune.calibration.data import tokens_together
 from distprune.calibration.own_words import samples_of
 from distprune.calibration.sample_group import find_sample_group
 from distprune.calibration.statistics import EXPERT_MEMORY
@@ -48,6 +49,7 @@ def prune_blocks(
     permute: Permute | None = None,
     group: Group = None,
     offload: bool = False,
+    batch_tokens: int | None = None,
     expert_memory: int = EXPERT_MEMORY,
     finished: Finished | None = None,
     on_block: OnBlock | None = None,
@@ -107,6 +109,8 @@ def prune_blocks(
             ``"none"``. Default: ``"channels"`` for N:M with dense targets.
         group: the ranks that take part, as for ``prune_model``; it must span all that hold a part.
         offload: keep activations on the CPU between blocks, and the tokens of experts until they are sent.
+        batch_tokens: samples that make so many tokens run together, or one: by default 8,192, of wide models on the CPU
+            fewer. The result depends on it but for rounding.
         expert_memory: bytes of the sums X^T X of experts that a rank has at a time, 4 GiB by default. SparseGPT, ADMM
             and dense targets need them: the tokens of each expert then go to a rank that holds it, which sums them,
             and the experts are pruned in as many waves as that takes. The result does not depend on it.
@@ -123,12 +127,11 @@ def prune_blocks(
     pruned at once, of experts the tokens that this rank's samples give them, and ``expert_memory`` (and of factors and
     float32 rows those that this rank works on, at most twice its share); and one block as its forward needs it:
     unsharded by FSDP2, cut by tensor parallelism.
-    Rounds: 7 for the whole (4 more where ranks hold different parameters, 2 where some share their samples), and those
-    of ``RootParameters`` under FSDP2 alone, 3 for each of this rank's samples and each embedding; 3 for each kind of
-    block, to learn in which order it runs its layers, where that is asked for; for a block 1, with dense targets 2,
-    with ``on_block`` 1 more; with ``refit`` those of ``fit_block``; with ``permute`` those of
-    ``InputStatistics.reduce`` and ``order_channels``; and for the layers that are pruned at once those of
-    ``InputStatistics.reduce``, of ``prune_rows``, and of ``whole_rows``.
+    Rounds: 7 for the whole (4 more where ranks hold different parameters, 2 where some share their samples), and 1 for
+    each of this rank's batches; 3 for each kind of block, to learn in which order it runs its layers, where that is
+    asked for; for a block 1, with dense targets 2, with ``on_block`` 1 more; with ``refit`` those of ``fit_block``;
+    with ``permute`` those of ``InputStatistics.reduce`` and ``order_channels``; and for the layers that are pruned at
+    once those of ``InputStatistics.reduce``, of ``prune_rows``, and of ``whole_rows``.
     Under tensor parallelism inputs of row-wise layers are gathered, one round a sample each, but for what Wanda needs.
 
     Raises:
@@ -166,7 +169,9 @@ def prune_blocks(
         )
         plan = make_plan(model, samples, recipe, expert_memory)
         agreed.found = Found(plan.shards, has_blocks=True, num_parameters=count_parameters(model))
-        agreed.facts = {**plan.facts, "offload": repr(offload), "finished": repr(finished is not None)}
+        tokens_together(model, batch_tokens)
+        walked = {"offload": offload, "batch_tokens": batch_tokens, "finished": finished is not None}
+        agreed.facts = {**plan.facts, **{name: repr(value) for name, value in walked.items()}}
         agreed.score = plan.solver.score
     shards = agreed.shards()
 
@@ -185,6 +190,7 @@ def prune_blocks(
         shards,
         partial(prune_rows, solver=plan.solver.scored_by(agreed.score), pattern=plan.pattern),
         offload=offload,
+        batch_tokens=batch_tokens,
         finished=finished,
         on_block=on_block,
         num_parameters=agreed.num_parameters,

@@ -10,7 +10,7 @@ from typing import get_args
 import torch
 from torch import nn
 
-from distprune.calibration.data import token_digest
+from distprune.calibration.data import token_digest, tokens_together
 from distprune.calibration.moments import Moments
 from distprune.calibration.sample_group import find_sample_group, shared_axis
 from distprune.calibration.sensitivity import measure_sensitivities
@@ -89,6 +89,7 @@ def choose_units(
     target_share: float | None = None,
     group: Group = None,
     offload: bool = False,
+    batch_tokens: int | None = None,
     finished: Finished | None = None,
     on_block: OnBlockUnits | None = None,
 ) -> Removal:
@@ -100,7 +101,7 @@ def choose_units(
     are.
 
     Args:
-        model, samples, group, offload, finished: as of ``prune_blocks``. Restored blocks are missing
+        model, samples, group, offload, batch_tokens, finished: as of ``prune_blocks``. Restored blocks are missing
             from the result.
         keep: by kind, how many units stay in each place, or which share of them: ``"mlp"`` channels, query ``"heads"``
             (as many of each KV group), ``"kv_groups"`` with their query heads. Empty: only layers go.
@@ -152,6 +153,7 @@ def choose_units(
         own = heads if targets is None else frozenset[str]()
         fits = fitted == "block"
         options = WalkOptions("pairs", True, share, True, own, plan.skipped, plan.healed, fits=fits)
+        tokens_together(model, batch_tokens)
         agreed.facts = {
             "keep": repr(sorted(keep.items())),
             "layers": repr(None if layers is None else list(layers)),
@@ -159,6 +161,7 @@ def choose_units(
             "refit": fitted,
             "targets": repr(share),
             "offload": repr(offload),
+            "batch_tokens": repr(batch_tokens),
             "finished": repr(finished is not None),
             "samples": token_digest(samples),
         }
@@ -178,7 +181,8 @@ def choose_units(
         for of, of_units in zip(asked.values(), norms, strict=True):
             of.norms = of_units
     if "gradients" in chosen.needs:
-        found = measure_sensitivities(comm, sample_group, model, [of.linears for of in plan.linears], samples)
+        layers_of_blocks = [of.linears for of in plan.linears]
+        found = measure_sensitivities(comm, sample_group, model, layers_of_blocks, samples, batch_tokens=batch_tokens)
         for name, of in asked.items():
             of.gradients = found[name].outputs
     stays: dict[str, list[int]] = {}  # by reader
@@ -224,6 +228,7 @@ def choose_units(
         list(shards.values()),
         remove,
         offload=offload,
+        batch_tokens=batch_tokens,
         finished=finished,
         on_block=call_back,
         method=chosen.name,

@@ -37,13 +37,14 @@ def choose_experts(
     criterion: ExpertCriterion = "output",
     group: Group = None,
     offload: bool = False,
+    batch_tokens: int | None = None,
 ) -> Kept:
     """Return which experts stay in each decoder block of ``model``, which is left as it was.
 
     An expert cannot be zeroed (the router would still choose it): cut those that go before anything else is chosen.
 
     Args:
-        model, samples, group, offload: as of :func:`distprune.prune_blocks`.
+        model, samples, group, offload, batch_tokens: as of :func:`distprune.prune_blocks`.
         keep: how many experts stay in each block, or which share of them; as many of each of the router's groups.
         criterion: ``"output"``: those go whose outputs are the smallest, by the norm times the router's share, summed
             over tokens (REAP, arXiv 2510.13999, by the sum); ``"usage"``: those to which the fewest tokens go. Of
@@ -70,8 +71,8 @@ def choose_experts(
         blocks = dict(decoder_blocks(model))
         visitors = [_Experts(blocks[block], places, criterion) for block, places in found]
         digest = token_digest(samples)
-    agree(comm, {"keep": repr(keep), "criterion": criterion, "samples": digest})
-    scores_of_blocks = list(visit_blocks(comm, model, samples, visitors, offload=offload))
+    agree(comm, {"keep": repr(keep), "criterion": criterion, "samples": digest, "batch_tokens": batch_tokens})
+    scores_of_blocks = list(visit_blocks(comm, model, samples, visitors, offload=offload, batch_tokens=batch_tokens))
     kept: dict[Any, torch.Tensor] = {}
     with together(comm):
         for (name, places), scores in zip(found, scores_of_blocks, strict=True):
@@ -83,13 +84,14 @@ def choose_experts(
 
 
 class _Experts(Visitor):
-    """Scores the experts of all places of a block, for the sample that runs."""
+    """Scores the experts of all places of a block, for the batch that runs."""
 
     def __init__(self, block: nn.Module, places: Sequence[Units], criterion: ExpertCriterion) -> None:
         self._modules, self._criterion = [block.get_submodule(units.name) for units in places], criterion
         self._sizes = [units.num_units for units in places]
         self.num_words = sum(self._sizes)
-        self._scores = torch.zeros(self.num_words, dtype=torch.float64, device="cpu")
+        device = next((parameter.device for parameter in block.parameters()), torch.device("cpu"))
+        self._scores = torch.zeros(self.num_words, dtype=torch.float64, device=device)
 
     @contextmanager
     @override
@@ -103,7 +105,7 @@ class _Experts(Visitor):
     @override
     def measure(self, given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         scores = self._scores.clone()
-        self._scores.zero_()  # they begin anew with the next sample
+        self._scores.zero_()  # they begin anew with the next batch
         return scores
 
     def _hook(self, scores: torch.Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -125,7 +127,7 @@ class _Experts(Visitor):
             put_out = x @ expert_matrix(module, last, expert).detach().t()
             shares = (given[_SHARES] * (given[_INDEX] == expert)).sum(dim=1)[tokens]
             norms = torch.linalg.vector_norm(put_out, dim=1, dtype=torch.float64) * shares.double().abs()
-            scores[expert] += float(norms.sum().float())  # float64 adds the addends of all samples exactly
+            scores[expert] += norms.sum()
 
 
 def _highest(scores: torch.Tensor, units: Units, num_kept: int) -> torch.Tensor:

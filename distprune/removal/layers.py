@@ -37,6 +37,7 @@ def order_layers(
     known: Sequence[int] = (),
     group: Group = None,
     offload: bool = False,
+    batch_tokens: int | None = None,
     progress: Progress = None,
 ) -> list[int]:
     """Return which decoder layers of ``model`` go so that ``num_kept`` stay, the first to go first.
@@ -45,7 +46,7 @@ def order_layers(
     :func:`choose_units`, which makes up for those that go.
 
     Args:
-        model, samples, group, offload: as of :func:`distprune.prune_blocks`.
+        model, samples, group, offload, batch_tokens: as of :func:`distprune.prune_blocks`.
         criterion: ``"loss"``: one layer after the other goes, each time the one without which the loss of the first 16
             samples is lowest (SLEB, arXiv 2402.09025); a walk each time, of half as many forwards as layers are left.
             ``"influence"``: those go that change hidden states least, by 1 - cos of what they are given and put out
@@ -53,13 +54,13 @@ def order_layers(
         known: those that an earlier call has returned: with ``"loss"`` they are not looked for again.
         progress: called with (layers run, number to run) on this rank.
 
-    Every rank of ``group`` must call it, with equal arguments, and all come to the same layers: one sample is one
-    batch. In memory, with ``"loss"``: a copy of the hidden states before the first layer, and for each layer that is
-    left a copy of those of the samples that are walked together. That are as many as 4 GiB a rank hold, or one.
+    Every rank of ``group`` must call it, with equal arguments, and all come to the same layers. In memory, with
+    ``"loss"``: a copy of the hidden states before the first layer, and for each layer that is left a copy of those of
+    the batches that are walked together. That are as many as 4 GiB a rank hold, or one.
 
     Rounds: for ``"influence"`` those of a walk, 2 for each layer. For ``"loss"`` those of :func:`walking`, and for each
-    layer that goes 2 of 64 bytes and 1 for each layer left, times the walks that its samples take, and 1 of 8 bytes for
-    each of these samples and each layer left. FSDP2 gathers each layer, and what is around them, once a walk.
+    layer that goes 2 of 64 bytes and 1 for each layer left, times the walks that its batches take, and 1 of 8 bytes for
+    each layer left. FSDP2 gathers each layer, and what is around them, once a walk.
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank: what ``prune_blocks`` refuses; more layers than are
@@ -78,12 +79,15 @@ def order_layers(
         if criterion == "loss" and samples.shape[1] < 2:
             raise ValueError(f"samples of {samples.shape[1]} token have none to predict; two are the least")
         digest = token_digest(samples)
-    agree(comm, {"layers": num_kept, "criterion": criterion, "known": list(known), "samples": digest})
+        facts = {"layers": num_kept, "criterion": criterion, "known": list(known), "batch_tokens": batch_tokens}
+    agree(comm, {**facts, "samples": digest})
     order = list(known)[: num_layers - num_kept]
     if len(order) == num_layers - num_kept:
         return order
     if criterion == "influence":
-        sums = visit_blocks(comm, model, samples, [_Influence()] * num_layers, progress, offload=offload)
+        sums = visit_blocks(
+            comm, model, samples, [_Influence()] * num_layers, progress, offload=offload, batch_tokens=batch_tokens
+        )
         influences = [float(of_layer) for of_layer in sums]
         by_influence = sorted(range(num_layers), key=lambda index: (influences[index], index))
         return by_influence[: num_layers - num_kept]
@@ -92,7 +96,7 @@ def order_layers(
     sample_group = find_sample_group(comm, axis)
     tried = samples[:_MOST_SAMPLES]
     # Each sample without its last token, after which none is predicted.
-    with walking(comm, sample_group, model, tried[:, :-1], offload=offload) as walk:
+    with walking(comm, sample_group, model, tried[:, :-1], offload=offload, batch_tokens=batch_tokens) as walk:
         num_run, num_to_run = 0, 0
 
         def on_layer() -> None:
@@ -132,11 +136,11 @@ def _hand_on(forward: Callable[..., Any], known: dict[type, Any], kind: type, *a
 
 
 class _Influence(Visitor):
-    """1 - cos of what a layer is given and puts out, the mean over the tokens of a sample, rounded to float32."""
+    """1 - cos of what a layer is given and puts out, summed over tokens."""
 
     num_words = 1
 
     @override
     def measure(self, given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         cosines = nn.functional.cosine_similarity(given.double(), output.to(given.device).double(), dim=-1)
-        return (1 - cosines).mean().float()[None]
+        return (1 - cosines).sum()[None]

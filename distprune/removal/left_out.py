@@ -9,7 +9,6 @@ streams that have it in common.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from distprune.calibration.walk import Walk
 from distprune.collectives.agree import sum_together, together
 from distprune.collectives.base import Communicator
 from distprune.models.cross_entropy import cross_entropy
+from distprune.shards.device import fetched, sent
 
 _MOST_BYTES = 4 << 30  # of hidden states that one walk carries
 
@@ -37,62 +37,62 @@ class LeftOut:
     on_layer: Callable[[], object]
 
     def parts(self, num_left: int) -> list[range]:
-        """Return which of this rank's samples are walked together when so many layers are left. Local.
+        """Return which of this rank's batches are walked together when so many layers are left. Local.
 
         As many as ``_MOST_BYTES`` hold, or one: the same on every rank, since all have as many.
         """
-        num, num_bytes = self.walk.num_samples, self.walk.hidden[0].nbytes
-        step = max(_MOST_BYTES // ((num_left + 1) * num_bytes), 1)
-        return [range(start, min(start + step, num)) for start in range(0, num, step)]
+        walk = self.walk
+        of_sample = walk.hidden[0].nbytes // len(walk.batches[0]["input_ids"])
+        of_batch = of_sample * -(-len(self.targets) // (walk.sample_group.num_groups * walk.num_batches))
+        step = max(_MOST_BYTES // ((num_left + 1) * of_batch), 1)
+        return [range(start, min(start + step, walk.num_batches)) for start in range(0, walk.num_batches, step)]
 
     def losses(self, left: Sequence[int]) -> dict[int, float]:
         """Return, for each of the layers ``left``, the loss of the model that has all of them but this one.
 
         Every rank must call it. Rounds: 2 of 64 bytes and 1 for each layer, times :meth:`parts`, and 1 of 8 bytes for
-        each layer and each sample of all ranks. The loss of a sample does not depend on who runs it, nor with which.
+        each layer.
         """
-        found: dict[tuple[int, int], float] = {}  # by number of the layer and of the sample
-        group = self.walk.sample_group
-        for samples in self.parts(len(left)):
-            streams = self._walked(samples, left)
+        losses: list[tuple[int, torch.Tensor]] = []  # of a batch without the layer of that number
+        for batches in self.parts(len(left)):
+            streams = self._walked(batches, left)
             with together(self.comm), past_blocks(streams) as logits_of:
-                for number, hidden in enumerate(streams.hidden[len(samples) :]):
-                    layer, place = divmod(number, len(samples))
+                for number, hidden in enumerate(streams.hidden[len(batches) :]):
+                    layer, place = divmod(number, len(batches))
                     logits = logits_of(place, hidden)
-                    if samples[place] < self.walk.num_counted and group.rank == 0:
-                        sample = group.number + samples[place] * group.num_groups
-                        found[layer, sample] = cross_entropy(logits[0], self.targets[sample].to(logits.device))
+                    if (windows := self.walk.windows[batches[place]]) and self.walk.sample_group.rank == 0:
+                        targets = sent(self.targets[list(windows)].flatten(), logits.device)
+                        losses.append((layer, cross_entropy(logits.flatten(0, 1), targets)))
 
         def fill(words: torch.Tensor) -> None:
-            for place, loss in found.items():
-                words[place] = loss
+            for (layer, _), loss in zip(losses, fetched([loss for _, loss in losses]), strict=True):
+                words[layer] += loss
 
-        of_all = sum_together(self.comm, (len(left), len(self.targets)), fill, torch.float64)
-        return dict(zip(left, map(math.fsum, of_all.tolist()), strict=True))
+        return dict(zip(left, sum_together(self.comm, (len(left),), fill, torch.float64).tolist(), strict=True))
 
-    def _walked(self, samples: range, left: Sequence[int]) -> Walk:
-        """Return a walk of ``samples`` after ``left``: the stream of the whole model, then one without each of them."""
+    def _walked(self, batches: range, left: Sequence[int]) -> Walk:
+        """Return a walk of ``batches`` after ``left``: the stream of the whole model, then one without each of them."""
         with together(self.comm):
             walk = dataclasses.replace(
                 self.walk,
-                hidden=[self.walk.hidden[sample].clone() for sample in samples],
-                calls=[self.walk.calls[sample] for sample in samples],
-                batches=[self.walk.batches[sample] for sample in samples],
+                hidden=[self.walk.hidden[batch].clone() for batch in batches],
+                calls=[self.walk.calls[batch] for batch in batches],
+                batches=[self.walk.batches[batch] for batch in batches],
             )
         for index in left:
-            self._run(walk, index, len(samples))
+            self._run(walk, index, len(batches))
         return walk
 
     def _run(self, walk: Walk, index: int, num: int) -> None:
-        """Run layer ``index`` on all streams; the first, of ``num`` samples, also goes on without it."""
+        """Run layer ``index`` on all streams; the first, of ``num`` batches, also goes on without it."""
         without: list[torch.Tensor] = []
 
-        def on_sample(sample: int, given: torch.Tensor, output: torch.Tensor) -> None:  # noqa: ARG001
-            if sample < num:
+        def on_batch(batch: int, given: torch.Tensor, output: torch.Tensor) -> None:  # noqa: ARG001
+            if batch < num:
                 without.append(given.clone())
-            if sample == walk.num_samples - 1:
+            if batch == walk.num_batches - 1:
                 self.on_layer()
 
-        walk.advance(index, self.comm, end=on_sample, checks=False)  # the loss says what is NaN
+        walk.advance(index, self.comm, end=on_batch, checks=False)  # the loss says what is NaN
         walk.hidden += without
         walk.calls += walk.calls[:num]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from distprune.models.find_shards import count_parameters
 from distprune.models.units import UnitKind
 from distprune.oneshot.recipe import TargetsOf
 from distprune.oneshot.report import OneShotReport
-from distprune.removal.choose_units import choose_units, refit_in_trials
+from distprune.removal.choose_units import Removal, choose_units, refit_in_trials
 from distprune.removal.criteria import Criterion, CriterionName
 from distprune.removal.experts import ExpertCriterion, choose_experts
 from distprune.removal.layers import LayerCriterion, order_layers
@@ -90,6 +90,7 @@ def shrink_model(
     refit: Refit | None = None,
     group: Group = None,
     offload: bool = False,
+    batch_tokens: int | None = None,
 ) -> Shrunk:
     """Make ``model`` smaller in place, in the layout it is in, and return what is left of it.
 
@@ -117,7 +118,7 @@ def shrink_model(
         refit: ``"least_squares"``: what reads the units is fitted to what it put out before; ``"block"``, the default
             unless targets are ``"own"``: then each block as a whole to what the dense model puts out behind it, but not
             in trials of ``parameters``; ``"bias"`` alone, where it has one; or ``"none"``.
-        group, offload: as of :func:`distprune.prune_blocks`.
+        group, offload, batch_tokens: as of :func:`distprune.prune_blocks`.
 
     Every rank of ``group`` must call it, with equal arguments. Nothing is gathered. Rounds: those of
     ``choose_experts``, ``order_layers``, ``choose_units``, ``remove_layers`` and ``remove_units``, and with
@@ -138,32 +139,28 @@ def shrink_model(
         budget = find_budget(model, token_ids, sizes)
         num_all, num_parameters_before = len(decoder_blocks(model)), count_parameters(model)
     kept: dict[tuple[str, UnitKind, str], torch.Tensor] = {}
+    walked: dict[str, Any] = {"group": comm, "offload": offload, "batch_tokens": batch_tokens}
     if experts is not None:  # which cannot be zeroed
-        kept |= choose_experts(model, token_ids, experts, criterion=expert_criterion, group=comm, offload=offload)
+        kept |= choose_experts(model, token_ids, experts, criterion=expert_criterion, **walked)
         remove_units(model, kept, group=comm)
-    choose = partial(
+    choose: Callable[..., Removal] = partial(
         choose_units,
         model,
         criterion=criterion,
         refit=refit,
         targets=targets,
         target_share=target_share,
-        group=comm,
-        offload=offload,
+        **walked,
     )
     division = None
     if budget is not None:
         trying = partial(choose, refit=refit_in_trials(refit, targets))
-        division = divide_budget(
-            model, token_ids, sizes, budget, trying, layer_criterion=layer_criterion, group=comm, offload=offload
-        )
+        division = divide_budget(model, token_ids, sizes, budget, trying, layer_criterion=layer_criterion, **walked)
         sizes = division.sizes
     left = list(range(num_all))
     if (num_layers := sizes.num_layers(model)) < num_all:
         known = division.layers_gone if division else ()
-        order = order_layers(
-            model, token_ids, num_layers, criterion=layer_criterion, known=known, group=comm, offload=offload
-        )
+        order = order_layers(model, token_ids, num_layers, criterion=layer_criterion, known=known, **walked)
         left = [layer for layer in left if layer not in order]
     removal = choose(token_ids, sizes.in_walk, layers=left)
     blocks = decoder_blocks(model)

@@ -111,6 +111,7 @@ def divide_budget(
     on_trial: OnTrial | None = None,
     group: Group = None,
     offload: bool = False,
+    batch_tokens: int | None = None,
 ) -> Division:
     """Return the sizes, with those of ``sizes``, at which ``model`` meets ``budget`` and is expected to lose least.
 
@@ -118,7 +119,7 @@ def divide_budget(
         model, samples: as of :func:`choose_units`; at least 2 windows, and no more than 64 of them are used. The model
             is left as it was.
         choose: ``choose_units`` of this model, to be called with samples, sizes and layers.
-        layer_criterion, offload: as of :func:`order_layers`.
+        layer_criterion, offload, batch_tokens: as of :func:`order_layers`.
         begun: what ``on_trial`` was told last, to go on with.
         on_trial: called after each trial, with what is known then.
 
@@ -142,7 +143,14 @@ def divide_budget(
         if num_layers - int(wanted.get("layers", num_layers)) > len(order):
             num_left = int(wanted["layers"])
             going = order_layers(
-                model, samples, num_left, criterion=layer_criterion, known=order, group=comm, offload=offload
+                model,
+                samples,
+                num_left,
+                criterion=layer_criterion,
+                known=order,
+                group=comm,
+                offload=offload,
+                batch_tokens=batch_tokens,
             )
             order = tuple(going)
         after = _losses_without(comm, model, choose, fitted, held_out, wanted, order)

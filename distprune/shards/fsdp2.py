@@ -96,12 +96,6 @@ def _look_for_all() -> None:
     _found_last.update(by_module)
 
 
-def own_params(module: nn.Module) -> list[Managed]:
-    """Return what FSDP2 gathers before the forward of ``module`` itself; nothing if it does not manage it."""
-    state = state_of(module)
-    return [] if state is None else _managed_by(state)
-
-
 def state_of(module: nn.Module) -> FSDPState | None:
     """Return what FSDP2 knows of ``module`` itself, or ``None``. Local."""
     return module._get_fsdp_state() if isinstance(module, FSDPModule) else None

@@ -20,7 +20,7 @@ from typing_extensions import override
 from distprune import calibration_windows
 from distprune.calibration import text
 from distprune.calibration.batches import Batches
-from distprune.calibration.data import load_samples, spread
+from distprune.calibration.data import load_samples, spread, tokens_together
 from distprune.calibration.token_ids import as_line, as_windows
 from distprune.collectives.communicator import communicator
 from tests.worlds import run_threads
@@ -321,6 +321,31 @@ def test_every_sample_counts_once(world_size: int, num_samples: int) -> None:
         assert all(batch["input_ids"].shape == (1, 3) for batch in mine.batches)
         counted += [batch["input_ids"][0].tolist() for batch in mine.batches[: mine.num_counted]]
     assert sorted(counted) == token_ids.tolist()
+
+
+@given(st.integers(1, 40), st.integers(1, 7), st.integers(1, 50))
+def test_every_part_has_as_many_batches(num_samples: int, num_parts: int, batch_tokens: int) -> None:
+    token_ids = torch.arange(num_samples * 4).view(num_samples, 4)
+    parts = [spread(token_ids, part, num_parts, batch_tokens) for part in range(num_parts)]
+    assert len({len(of_part.batches) for of_part in parts}) == 1
+    together = [windows for of_part in parts for windows in of_part.windows]
+    assert sorted(number for windows in together for number in windows) == list(range(num_samples))
+    assert all(len(windows) <= max(batch_tokens // 4, 1) for windows in together)
+    for of_part in parts:
+        counted = [batch["input_ids"] for batch in of_part.batches[: of_part.num_counted]]
+        for ids, windows in zip(counted, of_part.windows, strict=False):
+            assert torch.equal(ids, token_ids[list(windows)])
+        assert all(len(batch["input_ids"]) == 1 for batch in of_part.batches[of_part.num_counted :])  # padding
+
+
+def test_how_many_tokens_run_together() -> None:
+    model = make_model()
+    assert tokens_together(model, None) == tokens_together(model, 8192)
+    model.config.hidden_size = 4096  # type: ignore[union-attr]
+    assert (tokens_together(model, None), tokens_together(model, 7)) == (512, 7)
+    for bad, error in ((0, ValueError), (True, TypeError), (2.0, TypeError)):
+        with pytest.raises(error, match="batch_tokens"):
+            tokens_together(model, bad)  # type: ignore[arg-type]
 
 
 def test_nothing_to_spread() -> None:

@@ -52,7 +52,7 @@ def heard(
     statistics = InputStatistics(linears, "pairs", group, comm, targets, sums=sums)
     before()
     with statistics.listening(), walk.block(0) as run:
-        for i in range(walk.num_samples):
+        for i in range(walk.num_batches):
             statistics.begin_sample(counts=i < mine.num_counted)
             run(i)
     return statistics

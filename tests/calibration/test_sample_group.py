@@ -219,8 +219,8 @@ REFUSED = [
     (with_two_axes, 4, r"'model.layers.1.self_attn.o_proj.weight' is laid out as .* along one mesh axis"),
     (with_ranks_out_of_order, 2, r"'model.layers.0.mlp.gate_proj.weight' lies on ranks out of order: \[1, 0\]"),
     (with_both_on_the_same_ranks, 2, r"'model.layers.1.mlp.up_proj.weight': ranks \[0, 1\] hold parts that are never"),
-    (with_a_cut_sequence, 2, r"hidden states of shape \(1, 8, 24\) between blocks, for samples of 16 tokens"),
-    (with_a_cut_sequence_and_influences, 2, r"hidden states of shape \(1, 8, 24\) between blocks"),
+    (with_a_cut_sequence, 2, r"hidden states of shape \(2, 8, 24\) between blocks, for 32 tokens"),
+    (with_a_cut_sequence_and_influences, 2, r"hidden states of shape \(2, 8, 24\) between blocks"),
 ]
 
 

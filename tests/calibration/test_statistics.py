@@ -47,7 +47,7 @@ def moments_of_blocks(model: nn.Module, comm: Communicator, of: MomentsOf) -> li
     for index, (_, block) in enumerate(walk.blocks):
         statistics = InputStatistics(linear_layers(block), of, SampleGroup(comm.rank, comm.size))
         with statistics.listening(), walk.block(index) as run:
-            for i in range(walk.num_samples):
+            for i in range(walk.num_batches):
                 statistics.begin_sample(counts=i < mine.num_counted)
                 run(i)
         found.append(reduced(statistics, comm))
@@ -131,7 +131,7 @@ def wanda(model: nn.Module, comm: Communicator, pattern: float | NM) -> dict[str
         linears = linear_layers(block)
         statistics = InputStatistics(linears, "features")
         with statistics.listening(), walk.block(index) as run:
-            for i in range(walk.num_samples):
+            for i in range(walk.num_batches):
                 statistics.begin_sample(counts=i < mine.num_counted)
                 run(i)
         for moments in reduced(statistics, comm):

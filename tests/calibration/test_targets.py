@@ -143,7 +143,7 @@ def test_a_stage_runs_no_further_than_it_has_to() -> None:
     for name, module in model.named_modules():
         if (kind := name.rpartition(".")[2]) in num_runs and ".0." in name:
             module.register_forward_hook(lambda *_, kind=kind: num_runs.update({kind: num_runs[kind] + 1}))
-    prune_blocks(model, TOKENS, method="admm", pattern=Unstructured(0.5), refit="none")
+    prune_blocks(model, TOKENS, method="admm", pattern=Unstructured(0.5), refit="none", batch_tokens=1)
     learning = 2  # how blocks are called, and in which order
     # The dense run, the four stages (the first one until v_proj is given its input), and the run of the pruned block.
     assert num_runs["q_proj"] == learning + 6 * len(TOKENS)
@@ -213,7 +213,7 @@ def test_without_memory_for_the_dense_stream(monkeypatch: pytest.MonkeyPatch, wh
     for error in errors:
         assert isinstance(error, ValueError)
         assert "no memory left for the dense stream" in str(error)
-        assert "GiB for this rank's 2 samples; offload=True (--offload)" in str(error)
+        assert "samples; offload=True (--offload)" in str(error)
 
 
 def with_patch(function: Any, name: str, other: Any) -> Any:

@@ -40,7 +40,7 @@ def block_outputs(model: nn.Module, tokens: torch.Tensor) -> list[torch.Tensor]:
 def check_walk(walk: Walk, wanted: list[list[torch.Tensor]]) -> None:
     for index in range(len(walk.blocks)):
         with walk.block(index) as run:
-            outputs = [run(i) for i in range(walk.num_samples)]
+            outputs = [run(i) for i in range(walk.num_batches)]
         assert all(torch.equal(output, of_sample[index]) for output, of_sample in zip(outputs, wanted, strict=True))
         walk.advance(index, Alone())
 
@@ -195,7 +195,7 @@ def advance_with_nan(rank: int) -> None:
 def test_nan_is_an_error_on_all_ranks() -> None:
     for error in run_threads(2, advance_with_nan, catch=True):
         assert isinstance(error, ValueError)
-        assert "block 'layers.0' puts out NaN or Inf for 1 of this rank's 1 samples" in str(error)
+        assert "block 'layers.0' puts out NaN or Inf for calibration samples 0" in str(error)
 
 
 class Shifted(nn.Module):

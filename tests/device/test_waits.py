@@ -16,6 +16,7 @@ from torch import nn
 
 import distprune as prune
 from distprune.collectives.communicator import Alone
+from distprune.removal.layers import order_layers
 from distprune.shards import device as device_work
 from tests.architectures import samples, tiny_model
 from tests.device.accelerator import DEVICE, on_rank
@@ -63,6 +64,19 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "sparsegpt": (7, 0),  # one more for the factor of each of 4 inputs
     "admm": (18, 0),  # 4 stages, two factors each, and one more for the dense stream
     "fitted admm": (22, 0),  # errors before and after, sizes of parameters twice, and whether all was finite
+    "perplexity": (1, 3),  # a forward of the model waits once by itself
+    "allocate": (1, 1),
+    "order of layers": (3, 3),  # a forward at the beginning, and one without each of two layers
+    "influences": (1, 1),
+}
+# One window more, each of which is a batch.
+OF_WINDOWS: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
+    "perplexity": lambda model, tokens: prune.perplexity(model, tokens, group=Alone(), batch_tokens=1),
+    "allocate": lambda model, tokens: prune.allocate(model, tokens, 0.5, group=Alone(), batch_tokens=1),
+    "order of layers": lambda model, tokens: order_layers(model, tokens, 1, group=Alone(), batch_tokens=1),
+    "influences": lambda model, tokens: order_layers(
+        model, tokens, 1, criterion="influence", group=Alone(), batch_tokens=1
+    ),
 }
 Counts = tuple[Counter[str], Counter[str]]  # waits and sends, by line
 
@@ -120,11 +134,23 @@ def of_block(device: torch.device, name: str) -> Counts:
     return more_waits - waits, more_sends - sends
 
 
+def of_window(device: torch.device, name: str) -> Counts:
+    found = []
+    for num_windows in (4, 5):
+        model = tiny_model("llama", num_hidden_layers=2, num_key_value_heads=2).to(device)
+        with Costs(DEVICE) as costs:
+            OF_WINDOWS[name](model, samples(num_windows))
+        found.append((costs.waits, costs.sends))
+    (waits, sends), (more_waits, more_sends) = found
+    return more_waits - waits, more_sends - sends
+
+
 def counted_on_rank(rank: int) -> dict[str, Counts]:
     device = on_rank(rank)
     kinds: dict[str, Callable[[torch.device, str], Counts]] = dict.fromkeys(PATTERNS, of_call)
     kinds |= dict.fromkeys(("held step", "training that prunes", "training that regrows"), of_step)
     kinds |= dict.fromkeys(SOLVERS, of_block)
+    kinds |= dict.fromkeys(OF_WINDOWS, of_window)
     with patch.object(device_work, "_DEVICE_CHUNK", CHUNK):
         return {name: of_kind(device, name) for name, of_kind in kinds.items()}
 

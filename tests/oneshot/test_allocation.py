@@ -73,6 +73,12 @@ def measured(model: nn.Module, tokens: torch.Tensor) -> dict[str, Sensitivity]:
     return measure_sensitivities(Alone(), SampleGroup(), model, linears, tokens)
 
 
+@pytest.mark.parametrize("architecture", ["bloom", "mixtral"])
+def test_batches_come_to_the_same(architecture: str) -> None:
+    found = [allocate(tiny_model(architecture), TOKENS, SHARE, batch_tokens=num) for num in (1, 40)]
+    assert found[1] == pytest.approx(found[0], abs=0.05)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
 def test_sums_are_the_oracles(architecture: str) -> None:
     model = tiny_model(architecture)
@@ -173,7 +179,10 @@ def not_finite(rank: int, where: str, shard: bool) -> None:
 @pytest.mark.parametrize("shard", [False, True], ids=["plain", "fsdp2"])
 @pytest.mark.parametrize(
     ("where", "match"),
-    [("loss", "loss of calibration sample 1 is nan"), ("gradient", "'model.layers.0.self_attn.q_proj': NaN or Inf in")],
+    [
+        ("loss", "samples 1, 3 is nan"),
+        ("gradient", "'model.layers.0.self_attn.q_proj': NaN or Inf in"),
+    ],
 )
 @pytest.mark.sampled(2)
 def test_not_finite(where: str, match: str, shard: bool) -> None:
@@ -187,7 +196,7 @@ def forward_fails(rank: int, num_calls: int) -> list[Any]:
     if rank == 1:
         down.forward = boom_at(num_calls, down.forward)
     try:
-        allocate(model, TOKENS, SHARE)
+        allocate(model, TOKENS, SHARE, batch_tokens=1)
     finally:
         vars(down).pop("forward", None)
         assert [state[0] for state in state_of(model)[0]] == [state[0] for state in before[0]]

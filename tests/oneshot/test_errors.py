@@ -143,7 +143,7 @@ def forward_fails(rank: int, layer: str, num_calls: int, shard: bool) -> None:
     module = model.get_submodule(layer)
     if rank == 1:
         module.forward = boom_at(num_calls, module.forward)
-    prune_blocks(sharded(model) if shard else model, TOKENS, method="wanda", pattern=HALF)
+    prune_blocks(sharded(model) if shard else model, TOKENS, method="wanda", pattern=HALF, batch_tokens=1)
 
 
 # Of two samples a rank: two runs of block 1 show what its layers are given, two what it then puts out.

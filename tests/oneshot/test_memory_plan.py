@@ -171,7 +171,7 @@ def test_a_plan_is_what_a_walk_takes(
         model = sharded(make())
         memory = question.expert_memory
         how: dict[str, Any] = {"method": method, "pattern": "2:4", "refit": "none", "permute": permute}
-        report = prune_blocks(model, samples(4, LENGTH), **how, expert_memory=memory)
+        report = prune_blocks(model, samples(4, LENGTH), **how, expert_memory=memory, batch_tokens=1)
         return seen(None), report.blocks[0].num_bytes
 
     found = run_threads(num_ranks, on_rank)

@@ -182,7 +182,7 @@ def costs_on_rank(_: int, num_kept: int) -> tuple[list[int], int, int]:
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(Counted())
     before = comm.traffic.num_rounds
-    order = order_layers(model, TOKENS, num_kept, group=comm)
+    order = order_layers(model, TOKENS, num_kept, group=comm, batch_tokens=1)
     return order, num_gathered, comm.traffic.num_rounds - before
 
 
