@@ -20,7 +20,7 @@ from distprune.checkpoint.output_files import header_of, planned
 from distprune.checkpoint.regions import Region
 from distprune.checkpoint.shared_reading import open_together, sample_together
 from distprune.checkpoint.stored_parameters import find_stored, mapped_tensors
-from distprune.jobs.stretches import StretchWriter
+from distprune.jobs.streamed import FileWriter
 from distprune.pruning.prune_model import Request
 from distprune.pruning.streamed import StreamedPruning
 from distprune.shards.geometry import Geometry
@@ -74,12 +74,14 @@ def plan_to_stream(model: nn.Module, comm: EqualRanks) -> int:
     """Open a checkpoint of ``model`` and find what this rank writes of it, pruned; return how many pieces."""
     directory = _opened(model, comm)
     stored = find_stored(directory, include="*")
-    unfinished: Any = SimpleNamespace(comm=comm, folder=directory.path)
+    files: Any = SimpleNamespace(comm=comm)
     with mapped_tensors(directory.weight_files) as tensors:
         request = Request(stored.found, None, "magnitude", "2:4", None, 0, None)
         pruning = StreamedPruning(comm, request, stored.values(tensors))
-        writer = StretchWriter(directory, stored, pruning, tensors, unfinished)
-        return sum(len(writer._pieces(part)) for stretch in writer.stretches for part in stretch)
+        writer = FileWriter(files, directory, stored, pruning, tensors)
+        plans = [writer.plan(file, file.path) for file in directory.weight_files]
+        parts = [(entry, *part) for plan in plans for entry in plan.tensors for part in writer._parts(entry)]
+        return sum(len([*writer._pieces(*part)]) for part in parts)
 
 
 # What is counted and timed, by name.

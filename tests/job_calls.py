@@ -15,19 +15,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import distprune as prune
-from distprune.checkpoint.hf_directory import open_directory
 from distprune.checkpoint.hf_load import load_model
-from distprune.checkpoint.hf_save import ModelWriter
 from distprune.checkpoint.hub import resolve_model
-from distprune.collectives.agree import together
 from distprune.collectives.communicator import communicator
 from distprune.jobs import FinetuneJob, PruneJob, ShrinkJob, Trained, run_finetune_job, run_shrink_job
-from distprune.jobs.block_journal import BLOCK, BlockJournal, digest_of
-from distprune.jobs.journal import Item, Journal
+from distprune.jobs.block_files import BlockFiles
+from distprune.jobs.files import JobFiles
 from distprune.jobs.masked_training import MaskedTraining
 from distprune.jobs.options import Job
 from distprune.jobs.run import Run
-from distprune.jobs.unfinished import Unfinished
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.removal.experts import choose_experts
 from distprune.removal.layers import LayerCriterion, order_layers
@@ -84,16 +80,12 @@ def reported(_: int, folder: Path) -> Called:
 def restored(_: int, folder: Path) -> Called:
     """A block of a killed job that is read back."""
     model = load_model(folder / "model", mesh=init_device_mesh("cpu", (2,)))
-    writer = ModelWriter(model, open_directory(folder / "model"), folder / "restored")
-    writer.allocate()
-    with together(writer.comm):
-        writer.write()
-    _name, block = decoder_blocks(model)[0]
-    unfinished = Unfinished(writer.comm, folder / "restored", Journal(folder / "none", {}, writes=False))
-    unfinished.record(Item(BLOCK, {}, digest_of(writer.comm, block)))
+    name, _block = decoder_blocks(model)[0]
     run = Run(PruneJob(model=str(folder / "model"), output=str(folder / "begun"), sparsity=0.5), None, "cpu", None)
-    journal = BlockJournal(run, unfinished, model, [0])
-    return model, lambda: journal.finished(0)
+    files = JobFiles(run.comm, folder, {name: {}})
+    blocks = BlockFiles(run, files, model, folder / "restored", [0])
+    blocks._writer.write(blocks._path(name), blocks._stored[name])
+    return model, lambda: blocks.finished(0)
 
 
 def cut_apart(_: int, folder: Path) -> Called:
@@ -143,7 +135,7 @@ JOB_CALLS: dict[str, tuple[int, Make]] = {
     "own_words": (2, writing),
     "Run": (2, begun),
     "Run.report": (2, reported),
-    "Unfinished.restore": (2, restored),
+    "BlockFiles.finished": (2, restored),
     "remove_units": (2, cut_apart),
     "choose_experts": (2, experts_chosen),
     "order_layers by influence": (2, partial(layers_ordered, "influence")),

@@ -26,9 +26,8 @@ from distprune.collectives.agree import sum_together, together
 from distprune.collectives.communicator import communicator
 from distprune.evaluation import perplexity
 from distprune.jobs import PruneJob, run_prune_job
-from distprune.jobs.journal import Journal
-from distprune.jobs.stretches import StretchWriter
-from distprune.jobs.unfinished import Unfinished
+from distprune.jobs.files import JobFiles
+from distprune.jobs.streamed import FileWriter
 from distprune.oneshot.prune_blocks import prune_blocks
 from distprune.pruning.prune_model import Request
 from distprune.pruning.streamed import StreamedPruning
@@ -166,20 +165,21 @@ def checkpoint(folder: Path) -> tuple[HfDirectory, StoredParameters, dict[str, t
         return directory, stored, tensors
 
 
-def streamed(rank: int, folder: Path) -> Called:
+def streamed(_: int, folder: Path) -> Called:
     """The weights of a checkpoint, pruned from file to file."""
     directory, stored, tensors = checkpoint(folder)
-    unfinished = Unfinished(communicator(), folder / "streamed", Journal(folder / "journal", {}, writes=rank == 0))
+    files = JobFiles(communicator(), folder, {})
     request = Request(stored.found, None, "magnitude", "2:4", None, 0, None)
 
     def call() -> None:
-        with together(unfinished.comm):
+        with together(files.comm):
             values = stored.values(tensors)
-        pruning = StreamedPruning(unfinished.comm, request, values)
-        with together(unfinished.comm):
-            writer = StretchWriter(directory, stored, pruning, tensors, unfinished)
-        writer.allocate()
-        writer.write(0, None)
+        pruning = StreamedPruning(files.comm, request, values)
+        with together(files.comm):
+            writer = FileWriter(files, directory, stored, pruning, tensors)
+            plans = [writer.plan(file, folder / "streamed" / file.path.name) for file in directory.weight_files]
+        for plan in plans:
+            writer.write(plan, lambda _: None)
 
     return nn.Module(), call
 
@@ -274,7 +274,7 @@ CALLS: dict[str, tuple[int, Make]] = {
     "allocate": (2, lambda *_: (model := language(), lambda: prune.allocate(model, TOKENS, 0.5))),
     "load_model": (2, loaded),
     "save_model": (2, saved),
-    "StretchWriter": (2, streamed),
+    "FileWriter": (2, streamed),
     **JOB_CALLS,
 }
 

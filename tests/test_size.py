@@ -13,10 +13,10 @@ PACKAGE = Path(__file__).parent.parent / "distprune"
 LINES = {
     ".": (421, 320),
     "calibration": (2599, 1350),
-    "checkpoint": (1660, 1180),
+    "checkpoint": (1652, 1180),
     "cli": (921, 410),
     "collectives": (675, 640),
-    "jobs": (3390, 1280),
+    "jobs": (3096, 1280),
     "kernels": (814, 800),
     "masks": (495, 470),
     "models": (914, 690),

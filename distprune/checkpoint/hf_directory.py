@@ -29,9 +29,7 @@ CONFIG_NAME = "config.json"
 WEIGHT_SUFFIX = ".safetensors"  # of what is read and written
 
 _WEIGHT_SUFFIXES = (WEIGHT_SUFFIX, ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-_NOT_CARRIED = frozenset(
-    {INDEX_NAME, "pytorch_model.bin.index.json", "report.json", "report.png", "journal.jsonl", "own_words.tokens"}
-)
+_NOT_CARRIED = frozenset({INDEX_NAME, "pytorch_model.bin.index.json", "report.json", "report.png"})
 _MAX_SMALL_FILE = 256 << 20  # bytes; nothing a tokenizer or a config comes near
 
 DTYPES: dict[str, torch.dtype] = {
@@ -251,9 +249,3 @@ def _carried(folder: Path) -> list[Path]:
         elif sum(sizes.values()) <= _MAX_SMALL_FILE:
             small += sizes
     return sorted(small)
-
-
-def small_folders(folder: Path) -> list[Path]:
-    """Return the sub-folders that are carried along, relative to the model directory ``folder``, inner ones first."""
-    names = {path.relative_to(folder) for path in _carried(folder)}
-    return sorted({parent for name in names for parent in name.parents} - {Path()}, reverse=True)

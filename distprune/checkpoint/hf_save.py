@@ -7,20 +7,21 @@ known beforehand, so the ranks write side by side. The target must be on a file 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from distprune.checkpoint.disk import sync_file
-from distprune.checkpoint.hf_directory import HfDirectory, WeightFile
+from distprune.checkpoint.disk import partial_of, sync_file
+from distprune.checkpoint.hf_directory import HfDirectory, WeightFile, read_weight_file
 from distprune.checkpoint.hub import resolve_model
-from distprune.checkpoint.output_files import allocate_directory, planned
+from distprune.checkpoint.output_files import begin_file, check_room, planned, write_small_files
 from distprune.checkpoint.outputs import writing
 from distprune.checkpoint.shared_reading import open_together
 from distprune.checkpoint.source_tensors import SourceTensor, output_of
-from distprune.checkpoint.stored_slices import Progress, Stored, fill_shards, write_shards
+from distprune.checkpoint.stored_slices import Progress, fill_from_file, write_shards
 from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import Group, communicator
 from distprune.collectives.slow import work_together
@@ -100,8 +101,8 @@ def save_model(
     model's. The bytes are the same whatever the number of ranks and the layout. Tokenizer, config and the other small
     files are copied; the config of a model with other sizes than ``source`` is the model's own.
 
-    Every rank of ``group`` must call it. Communicates four rounds of 64 bytes, to agree and to raise together, and
-    waits for the disk as :func:`work_together`.
+    Every rank of ``group`` must call it. Communicates four rounds of 64 bytes, to agree and to raise together, and for
+    each file what :meth:`ModelWriter.write` does.
 
     Raises:
         OSError: on every rank: the disk is full or not writable.
@@ -109,96 +110,115 @@ def save_model(
             its config makes; or ranks were given different arguments, or models of different dtypes.
         NotImplementedError: on every rank: ``layers`` whose tensors are not stored under their numbers.
     """
-    writer = ModelWriter(model, source, target, layers=layers, group=group)
-    writer.allocate()
-    with together(writer.comm):
-        writer.write(progress=progress)
-    work_together(writer.comm, writer.sync)
+    writer = ModelWriter(model, source, layers=layers, group=group)
+    files = {file.path.name: writer.stored_in(file) for file in source.weight_files}
+    files = {name: stored for name, stored in files.items() if stored}  # of others all layers were removed
+    with together(writer.comm, target=str(target)):
+        if writer.comm.rank == 0:
+            check_room(target, sum(map(writer.num_bytes, files.values())))
+    sizes = {name: writer.num_bytes_here(stored) for name, stored in files.items()}
+    num_done = 0
+    for name, stored in files.items():
+        tell = None if progress is None else partial(_tell, progress, num_done, sum(sizes.values()))
+        writer.write(target / name, stored, tell)
+        num_done += sizes[name]
+    writer.finish(target, files, is_indexed=source.is_indexed)
+
+
+def _tell(progress: Callable[[int, int], None], before: int, total: int, done: int, _: int) -> None:
+    progress(before + done, total)
 
 
 class ModelWriter:
-    """Writes a model's tensors to their places in the files of ``target``, all at once or some at a time.
+    """Writes a model's tensors into safetensors files, some at a time, in the form in which ``source`` holds them.
+
+    Noun: a *stored* name is that of a tensor of ``source``; it is written under its new name where layers were removed.
 
     Every rank of ``group`` must make one: two rounds of 64 bytes; raises as :func:`save_model`.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        source: HfDirectory,
-        target: Path,
-        *,
-        layers: Sequence[int] | None = None,
-        group: Group = None,
+        self, model: nn.Module, source: HfDirectory, *, layers: Sequence[int] | None = None, group: Group = None
     ) -> None:
-        self.comm = communicator(group)
-        self._source, self._target = source, target
+        self.comm, self._source = communicator(group), source
         with together(self.comm):
             self._output = output_of(model, source, layers)
             shards = {name: local_shard(name, tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
-            self._files: list[WeightFile] = []  # that are written
-            # This rank's parts, where they are written, and the modules that each is in.
-            self._parts: list[tuple[Stored, set[str]]] = []
-            for file in source.weight_files:
-                tensors = [self._output.tensors[e.name] for e in file.tensors if e.name in self._output.tensors]
-                if not tensors:  # all its layers were removed
-                    continue
-                parts = [_parts_of(tensor, shards) for tensor in tensors]
-                written = planned(target / file.path.name, [of_tensor[0] for of_tensor in parts])
-                self._files.append(written)
-                for tensor, of_tensor, entry in zip(tensors, parts, written.tensors, strict=True):
-                    for region, part in zip(tensor.regions, of_tensor, strict=True):
-                        modules = {*itertools.accumulate(region.name.split("."), "{}.{}".format)}
-                        self._parts.append(((part, written, entry), modules))
-            self._unsynced: set[Path] = set()  # files that this rank has written to
-            dtypes = [str(entry.dtype) for file in self._files for entry in file.tensors]
-            facts = {"source": source.fingerprint(), "target": str(target), "dtypes": dtypes, "layers": layers}
+            # This rank's parts of each tensor, one in each of its regions.
+            self._parts = {name: _parts_of(tensor, shards) for name, tensor in self._output.tensors.items()}
+            dtypes = [str(parts[0].local.dtype) for parts in self._parts.values()]
+            facts = {"source": source.fingerprint(), "dtypes": dtypes, "layers": layers}
         agree(self.comm, facts)
 
-    def allocate(self) -> None:
-        """Make the files at their full size, and copy the small ones. Every rank must call it: one round.
+    def stored_in(self, file: WeightFile) -> list[str]:
+        """Return the stored names of what is left of a ``file`` of the source. Local."""
+        return [entry.name for entry in file.tensors if entry.name in self._parts]
 
-        Of weight files that are there the weights stay; headers and small files are written anew.
+    def by_module(self, modules: Sequence[str]) -> dict[str, list[str]]:
+        """Return the stored names inside each of the ``modules``, and under ``""`` those inside of none. Local."""
+        found: dict[str, list[str]] = {name: [] for name in ("", *modules)}
+        for stored, tensor in self._output.tensors.items():
+            inside = {*itertools.accumulate(tensor.regions[0].name.split("."), "{}.{}".format)}
+            found[next((name for name in modules if name in inside), "")].append(stored)
+        return found
+
+    def _first(self, stored: Sequence[str]) -> list[LocalShard]:
+        return [self._parts[name][0] for name in stored]
+
+    def num_bytes(self, stored: Sequence[str]) -> int:
+        """Return how many bytes these tensors take, of all ranks together. Local."""
+        return sum(part.geometry.global_numel * part.local.element_size() for part in self._first(stored))
+
+    def num_bytes_here(self, stored: Sequence[str]) -> int:
+        """Return how many bytes this rank writes of these tensors. Local."""
+        return sum(part.local.nbytes for name in stored for part in self._owned(name))
+
+    def _owned(self, stored: str) -> list[LocalShard]:
+        """Return the parts of a tensor that this rank writes; the first one writes what is on every rank."""
+        comm = self.comm
+        rank, first = comm.global_rank(comm.rank), comm.global_rank(0)
+        parts = [part.owned_by(rank, first, comm.size) for part in self._parts[stored]]
+        return [part for part in parts if part.owned and part.local.numel()]
+
+    def write(self, path: Path, stored: Sequence[str], progress: Progress = None) -> None:
+        """Write these tensors into the file ``path``, whole or not at all; every rank writes its own elements.
+
+        Every rank must call it: three rounds of 64 bytes, and the wait for the disk as :func:`work_together`.
+
+        Raises:
+            OSError: on every rank: the disk is full or not writable.
+        """
+        with together(self.comm, file=str(path)):
+            file = planned(partial_of(path), self._first(stored))
+            if self.comm.rank == 0:
+                begin_file(file)
+        with together(self.comm):
+            entries = zip(stored, file.tensors, strict=True)
+            write_shards([(part, file, entry) for name, entry in entries for part in self._owned(name)], progress)
+        work_together(self.comm, lambda: sync_file(file.path))
+        with together(self.comm):
+            if self.comm.rank == 0:
+                file.path.replace(path)
+
+    def read(self, path: Path, stored: Sequence[str]) -> None:
+        """Read this rank's part of these tensors back into the model. Local.
+
+        Raises:
+            ValueError, OSError: ``path`` is no file that :meth:`write` has written of them; nothing is changed.
+        """
+        fill_from_file(read_weight_file(path), [part for name in stored for part in self._parts[name]])
+
+    def finish(self, target: Path, files: Mapping[str, Sequence[str]], *, is_indexed: bool = True) -> None:
+        """Copy the source's small files beside the written ``files``, names to stored names, which the index lists.
+
+        Every rank must call it: one round of 64 bytes.
         """
         with together(self.comm):
             if self.comm.rank == 0:
-                config, num_removed = self._output.config, self._output.num_removed
-                allocate_directory(self._source, self._files, self._target, config, num_removed)
-                self._unsynced.update(file.path for file in self._files)
-
-    def write(
-        self, prefixes: Sequence[str] | None = None, *, written: Collection[str] = (), progress: Progress = None
-    ) -> None:
-        """Write this rank's part of the tensors inside the modules ``prefixes`` (``None``: of all). Local.
-
-        Those inside the modules ``written`` are left out. The system writes them to the disk when it likes, or by
-        :meth:`sync`.
-        """
-        # A plain tensor is on every rank; the first one writes it.
-        rank, first = self.comm.global_rank(self.comm.rank), self.comm.global_rank(0)
-        chosen = self._chosen(prefixes, written)
-        settled = [(part.owned_by(rank, first, self.comm.size), file, entry) for part, file, entry in chosen]
-        own = [work for work in settled if work[0].owned and work[0].local.numel()]
-        self._unsynced.update(file.path for _, file, _ in own)
-        write_shards(own, progress)
-
-    def sync(self) -> None:
-        """Wait until what this rank has written is on the disk. Local."""
-        for path in sorted(self._unsynced):
-            sync_file(path)
-        self._unsynced.clear()
-
-    def read(self, prefixes: Sequence[str]) -> None:
-        """Read this rank's part of the tensors inside the modules ``prefixes`` back into the model. Local."""
-        fill_shards(self._chosen(prefixes))
-
-    def _chosen(self, prefixes: Collection[str] | None, without: Collection[str] = ()) -> list[Stored]:
-        """Return this rank's parts inside the modules ``prefixes`` and not inside ``without``."""
-        return [
-            work
-            for work, modules in self._parts
-            if (prefixes is None or not modules.isdisjoint(prefixes)) and modules.isdisjoint(without)
-        ]
+                written = [planned(target / name, self._first(stored)) for name, stored in files.items()]
+                write_small_files(
+                    self._source, written, target, self._output.config, self._output.num_removed, is_indexed=is_indexed
+                )
 
 
 def _parts_of(tensor: SourceTensor, shards: Mapping[str, LocalShard]) -> list[LocalShard]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from distprune.checkpoint.disk import write_whole
 from distprune.checkpoint.hf_directory import (
     CONFIG_NAME,
     DTYPES,
@@ -49,35 +50,44 @@ def header_of(entries: Sequence[TensorEntry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def allocate_directory(
+def check_room(target: Path, num_bytes: int) -> None:
+    """Raise an OSError if the disk of the directory ``target`` has no room for so many bytes. Local."""
+    free = shutil.disk_usage(target).free
+    if num_bytes > free:
+        raise OSError(f"{target} has {free} bytes free, the model needs {num_bytes}")
+
+
+def begin_file(file: WeightFile) -> None:
+    """Make ``file`` at its full size, with its header; what is there goes. Local; for one rank."""
+    file.path.unlink(missing_ok=True)  # what a killed job has left, or a link
+    file.path.write_bytes(header_of(file.tensors))
+    if file.tensors:
+        os.truncate(file.path, file.tensors[-1].stop)
+
+
+def write_small_files(
     source: HfDirectory,
     files: Sequence[WeightFile],
     target: Path,
     config: dict[str, Any] | None = None,
     num_removed: int = 0,
+    *,
+    is_indexed: bool,
 ) -> None:
-    """Make ``files`` at their full size in ``target``, and copy what is not weights.
+    """Write into ``target`` all but its weight ``files``: what ``source`` has beside its weights, and an index.
 
-    The config says the dtype, and the index the sizes, that are written. Of weight files that are there the weights
-    stay; headers and small files are written anew. ``config``: of a model of other sizes than the source's, which has
-    ``num_removed`` parameters less; ``None``: the source's own. Local; for one rank.
+    The config says the dtype, and the index the sizes, that are written. ``config``: of a model of other sizes than the
+    source's, which has ``num_removed`` parameters less; ``None``: the source's own. Local; for one rank.
 
     Raises:
         OSError: the disk is full or not writable.
     """
-    sizes = {file.path: file.tensors[-1].stop if file.tensors else len(header_of([])) for file in files}
-    needed = sum(sizes.values()) - sum(path.stat().st_size for path in sizes if path.exists())
-    free = shutil.disk_usage(target).free
-    if needed > free:
-        raise OSError(f"{target} has {free} bytes free, the model needs {needed}")
     # A directory that only its owner may enter has such a copy.
     target.chmod(target.stat().st_mode & source.path.stat().st_mode | stat.S_IRWXU)
-    for file in files:
-        _write_file(file.path, header_of(file.tensors), sizes[file.path])
     for path in source.small_files:
         copy = target / path.relative_to(source.path)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        _write_file(copy, path.read_bytes())
+        write_whole(copy, path.read_bytes(), sync=False)
     written = [(entry, file.path.name) for file in files for entry in file.tensors]
     before = read_json(source.path / CONFIG_NAME)
     config = {**(before if config is None else config)}
@@ -86,22 +96,11 @@ def allocate_directory(
         dtype = dtypes.pop().removeprefix("torch.")
         config.update({key: dtype for key in ("dtype", "torch_dtype") if key in config})
     if config != before:
-        _write_file(target / CONFIG_NAME, f"{json.dumps(config, indent=2)}\n".encode())
-    if source.is_indexed:
+        write_whole(target / CONFIG_NAME, f"{json.dumps(config, indent=2)}\n".encode(), sync=False)
+    if is_indexed:
         metadata = {**source.index_metadata, "total_size": sum(entry.stop - entry.start for entry, _ in written)}
         if isinstance(num_before := metadata.get("total_parameters"), int):
             metadata["total_parameters"] = num_before - num_removed
         index = {"metadata": metadata, "weight_map": {entry.name: name for entry, name in written}}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        _write_file(target / INDEX_NAME, text.encode())
-
-
-def _write_file(path: Path, content: bytes, size: int | None = None) -> None:
-    """Write the beginning of a file of ``size`` bytes (``None``: all of it), with the mode that the umask gives.
-
-    That of the file it is made from says nothing: safetensors gives every file that it writes 0600.
-    """
-    # Weights that are there stay.
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
-        file.write(content)
-        file.truncate(len(content) if size is None else size)
+        write_whole(target / INDEX_NAME, text.encode(), sync=False)

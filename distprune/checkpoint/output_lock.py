@@ -2,8 +2,9 @@
 
 While a job runs it holds a lock on a hidden file beside its output, ``.NAME.lock``, in which its process,
 host and start stand. The system lets go of the lock when the process ends, on whatever host. Whoever holds
-it may remove what others have left: what was written in part, and the directory that was replaced, which
-becomes the output again where the job was killed before its own took that place.
+it may remove what others have left: what was written in part, the folder of a resumable job whose result has become
+the output, and the directory that was replaced, which becomes the output again where the job was killed before its own
+took that place.
 """
 
 from __future__ import annotations
@@ -22,12 +23,18 @@ from distprune.checkpoint.disk import partial_of
 from distprune.collectives.agree import together
 from distprune.collectives.base import Communicator
 
+RECIPE_NAME, RESULT_NAME = "recipe.json", "model"  # in the folder of a job that can go on
 _PATIENCE = 0.2  # seconds: the job before may just be removing its lock
 
 
 def replaced_of(path: Path) -> Path:
     """Return where the directory ``path`` is while another one takes its place. Local."""
     return path.with_name(f".{path.name}.replaced-distprune")
+
+
+def unfinished_of(path: Path) -> Path:
+    """Return where a job that can go on keeps what it has done, of the output ``path``. Local."""
+    return path.with_name(f".{path.name}.unfinished")
 
 
 @contextmanager
@@ -85,6 +92,9 @@ def _tidy(path: Path) -> None:
         replaced_of(path).rename(path)
     if path.is_dir():
         remove_tree(replaced_of(path))
+    unfinished = unfinished_of(path)
+    if (unfinished / RECIPE_NAME).exists() and not (unfinished / RESULT_NAME).exists():
+        remove_tree(unfinished)
 
 
 def remove_tree(path: Path) -> None:
@@ -94,11 +104,3 @@ def remove_tree(path: Path) -> None:
     else:
         with suppress(OSError):
             path.unlink()
-
-
-def remove_files(folder: Path) -> None:
-    """Remove a directory and the files in it, as far as that goes; never what lies deeper."""
-    with suppress(OSError):
-        for entry in folder.iterdir():
-            entry.unlink()
-        folder.rmdir()

@@ -17,7 +17,7 @@ Inputs: TypeAlias = Sequence[str | Path]
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 _SMALL = re.compile(
     r"((generation_|tokenizer_|preprocessor_|processor_)?config|tokenizer|special_tokens_map|added_tokens|vocab"
-    r"|chat_template|report)\.json|journal\.jsonl|(vocab|merges)\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model"
+    r"|chat_template|report)\.json|(vocab|merges)\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model"
     r"|chat_template\.jinja|additional_chat_templates/[^/]+\.jinja|\d+_[A-Za-z]+/config\.json|README\.md|LICENSE(\.txt|\.md)?|NOTICE|USE_POLICY\.md|\.gitattributes|report\.png"
 )
 

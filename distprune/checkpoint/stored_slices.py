@@ -10,7 +10,6 @@ import errno
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,7 +28,6 @@ from distprune.shards.geometry import Geometry
 from distprune.shards.local_shard import LocalShard, bytes_of, cut, flat_chunk
 from distprune.shards.staged import fetch_in_turn, send_in_turn
 
-_AHEAD_BYTES = 1 << 20  # read ahead at a time: of more Linux reads as much as a disk likes to, and forgets the rest
 ROWS_TOGETHER = 8  # of a matrix: it is cut at multiples of so many
 _COPY_BYTES = 8 << 20  # read at a time; what is mapped from the file is not counted as ours
 _WRITE_BYTES = 8 << 20  # written at a time
@@ -65,16 +63,6 @@ def stored_slices(
 def fill_shards(work: Sequence[Stored], progress: Progress = None) -> None:
     """Read every shard of ``work`` in place. Local; raises as :func:`stored_slices`."""
     send_in_turn(pair for _, _, slices in stored_slices(work, progress) for pair in slices)
-
-
-def read_ahead(path: Path, ranges: Sequence[tuple[int, int]]) -> None:
-    """Have the system read bytes of a file before they are asked for, where it knows how. Local, waits for no byte."""
-    if not hasattr(os, "posix_fadvise"):  # macOS
-        return
-    with suppress(OSError), path.open("rb") as file:  # whoever reads them will say what is wrong
-        for start, stop in ranges:
-            for first in range(start, stop, _AHEAD_BYTES):
-                os.posix_fadvise(file.fileno(), first, min(_AHEAD_BYTES, stop - first), os.POSIX_FADV_WILLNEED)
 
 
 def _parts(shard: LocalShard, entry: TensorEntry, file: Any) -> Slices:

@@ -12,11 +12,10 @@ from typing_extensions import override
 from distprune.calibration.own_words import SELF
 from distprune.checkpoint.pretrained import load_tokenizer
 from distprune.collectives.agree import together
-from distprune.jobs.block_journal import digest_of
+from distprune.jobs.files import JobFiles, ResumableJob
 from distprune.jobs.options import CALIBRATION, METHOD, MOST, RUNNING, ask, asked, parse_samples
 from distprune.jobs.own_words import OWN_WORDS, WindowCounts, Windows, counts_of, load_windows
 from distprune.jobs.run import Run
-from distprune.jobs.unfinished import ResumableJob, Unfinished
 from distprune.oneshot.recipe import TargetsOf
 
 
@@ -121,9 +120,9 @@ class Calibrated:
     windows: Windows
     tokenizer: Any
 
-    def samples(self, run: Run, job: CalibratedJob, unfinished: Unfinished) -> torch.Tensor:
+    def samples(self, run: Run, job: CalibratedJob, files: JobFiles) -> torch.Tensor:
         """Return all windows that ``job`` asks for. Every rank must call it: as :meth:`Windows.samples`."""
-        return self.windows.samples(run, self.model, self.tokenizer, job.seed, unfinished)
+        return self.windows.samples(run, self.model, self.tokenizer, job.seed, files)
 
 
 def load_calibrated(run: Run, job: CalibratedJob) -> Calibrated:
@@ -135,7 +134,7 @@ def load_calibrated(run: Run, job: CalibratedJob) -> Calibrated:
     with together(run.comm):
         tokenizer = load_tokenizer(run.directory.path)
     model = run.load()
-    run.read["weights as read"] = digest_of(run.comm, model)
+    run.note_weights("model", run.directory)
     windows = load_windows(
         run,
         model,

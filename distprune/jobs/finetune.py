@@ -18,19 +18,17 @@ from distprune.calibration.data import check_fit
 from distprune.calibration.own_words import SELF
 from distprune.checkpoint.hf_directory import CONFIG_NAME, HfDirectory, read_json
 from distprune.checkpoint.hub import resolve_model
-from distprune.checkpoint.output_lock import remove_files
+from distprune.checkpoint.output_lock import remove_tree
 from distprune.checkpoint.pretrained import load_tokenizer
 from distprune.checkpoint.shared_reading import open_together
 from distprune.collectives.agree import sum_together, together
 from distprune.jobs.calibrated import ask_words_file
-from distprune.jobs.journal import Item
+from distprune.jobs.files import STATE, JobFiles, ResumableJob, open_files
 from distprune.jobs.masked_training import MaskedTraining
 from distprune.jobs.options import MOST, RUNNING, TRAINING, ask, asked
 from distprune.jobs.own_words import Windows, load_windows
 from distprune.jobs.report import JobReport, Trained
 from distprune.jobs.run import Device, Run, clock
-from distprune.jobs.training_state import state_digest
-from distprune.jobs.unfinished import STATE, ResumableJob, Unfinished, open_unfinished
 from distprune.jobs.watcher import Watcher
 from distprune.models.find_shards import find_shards
 from distprune.shards.local_shard import LocalShard, count_zeros
@@ -145,18 +143,18 @@ def run_finetune_job(
         data = _load_windows(job, run, model, tokenizer) if text is None else _checked(run, text, models)
         training = MaskedTraining(run.comm, model, teacher, job.compute_dtype)
         run.reporter.say(f"{training.num_zeros:,} of {training.num_elements:,} weights are zero, and stay so")
-        with open_unfinished(run, job, same_ranks=False) as unfinished:
+        with open_files(run, job) as files:
             batches: Batches | WindowBatches
             if isinstance(data, Windows):
-                words = data.samples(run, teacher or model, tokenizer, job.seed, unfinished)
+                words = data.samples(run, teacher or model, tokenizer, job.seed, files)
                 batches = WindowBatches(words, batch_size=job.batch_size, seed=job.seed)
             else:
                 batches = data
             evaluates = bool(job.evaluate_on or job.tasks)
-            before = unfinished.recall("before", lambda: run.evaluate(run.load(), "before") if evaluates else {})
-            resumed_at = _begin(run, training, unfinished)
+            before = files.recall(run.evaluation, lambda: run.evaluate(run.load(), "before") if evaluates else {})
+            resumed_at = _begin(run, training, files)
             with clock(run.seconds, "train"):
-                seconds, losses = _train(job, run, training, batches, unfinished)
+                seconds, losses = _train(job, run, training, batches, files)
             with together(run.comm):
                 shards = training.finish()
             method = "masked fine-tuning" if training.num_zeros else "fine-tuning"
@@ -165,8 +163,7 @@ def run_finetune_job(
             counts = _take_over(run, written, shards)
             del model, shards
             after = run.evaluate(written, "after")
-            unfinished.begin_result(run.output)
-            run.save(written, unfinished.result)
+            run.save(written, files.result)
             method += "" if job.teacher is None else ", distilled from the dense model"
             trained = Trained(
                 method=method,
@@ -177,7 +174,7 @@ def run_finetune_job(
                 **counts,
                 resumed_at=resumed_at,
             )
-            return run.report(unfinished.result, before, after, trained)
+            return run.report(files.result, before, after, trained)
 
 
 def _find_teacher(job: FinetuneJob, run: Run) -> HfDirectory | None:
@@ -244,27 +241,18 @@ def _take_over(run: Run, model: nn.Module, shards: list[LocalShard]) -> dict[str
     return dict(zip(names, sum_together(run.comm, (4,), fill).tolist(), strict=True))
 
 
-def _begin(run: Run, training: MaskedTraining, unfinished: Unfinished) -> int:
-    """Read the last state back, if there is one; return after how many steps it was. Every rank must call it.
-
-    Raises:
-        ValueError: on every rank: the state is not as it was written, or lies beside files of others.
-    """
-    if not (saved := unfinished.items(STATE)):
+def _begin(run: Run, training: MaskedTraining, files: JobFiles) -> int:
+    """Read the last state back, if there is one; return after how many steps it was. Every rank must call it."""
+    if (saved := files.known(STATE)) is None:
         return 0
-    num_steps: int = saved[-1].value["num_steps"]
-    path = unfinished.state(num_steps)
-    digest = state_digest(run.comm, path)
-    with together(run.comm):
-        if digest != saved[-1].digest:
-            raise ValueError(f"{path} is not as it was written; remove {unfinished.folder} and start anew")
-    training.read(path, num_steps)
+    num_steps: int = saved["num_steps"]
+    training.read(files.folder / f"state-{num_steps}", num_steps)
     run.reporter.say(f"going on after step {num_steps}")
     return num_steps
 
 
 def _train(
-    job: FinetuneJob, run: Run, training: MaskedTraining, batches: Batches | WindowBatches, unfinished: Unfinished
+    job: FinetuneJob, run: Run, training: MaskedTraining, batches: Batches | WindowBatches, files: JobFiles
 ) -> tuple[float, list[float]]:
     """Do all steps that are left; return the seconds and the losses of all, those of earlier runs too.
 
@@ -273,9 +261,8 @@ def _train(
     Raises:
         ValueError: on every rank: a loss, or a gradient, that is no finite number.
     """
-    saves = [item.value for item in unfinished.items(STATE)]
-    losses: list[float] = [loss for saved in saves for loss in saved["losses"]]
-    before: float = saves[-1]["seconds"] if saves else 0.0
+    saved = files.known(STATE) or {"losses": [], "seconds": 0.0}
+    losses, before = list[float](saved["losses"]), float(saved["seconds"])
     seconds = before
     num_saved, started = len(losses), time.perf_counter()
     saved_at = started  # a save may take longer than the time between two: it counts from the end of the last
@@ -309,8 +296,7 @@ def _train(
                 run.reporter.say(f"step {len(losses)}: loss {loss:.4f}, {now:.0%} done")
             progress(round(now * total), total)
             if now < 1 and unsaved_seconds >= job.save_every:
-                saved = {"num_steps": len(losses), "seconds": seconds, "losses": losses[num_saved:]}
-                _save(run, training, unfinished, saved)
+                _save(run, training, files, {"num_steps": len(losses), "seconds": seconds, "losses": losses})
                 num_saved, saved_at = len(losses), time.perf_counter()
     return seconds, losses
 
@@ -320,14 +306,13 @@ def _factor(share: float) -> float:
     return min(share / _WARM_UP, (1 - share) / (1 - _WARM_UP))
 
 
-def _save(run: Run, training: MaskedTraining, unfinished: Unfinished, saved: dict[str, Any]) -> None:
-    """Write the state beside the one before, and have the journal name it. Every rank must call it."""
-    path = unfinished.state(saved["num_steps"])
+def _save(run: Run, training: MaskedTraining, files: JobFiles, saved: dict[str, Any]) -> None:
+    """Write the state beside the one before, and record it in its place. Every rank must call it."""
+    path = files.folder / f"state-{saved['num_steps']}"
     training.write(path)
-    digest = state_digest(run.comm, path)
     with together(run.comm):
-        unfinished.record(Item(STATE, saved, digest))
+        files.record(STATE, saved)
         if run.comm.rank == 0:
-            for other in unfinished.states:
+            for other in files.folder.glob("state-*"):
                 if other != path:
-                    remove_files(other)
+                    remove_tree(other)

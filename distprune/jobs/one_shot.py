@@ -10,14 +10,13 @@ from torch import nn
 from typing_extensions import override
 
 from distprune.collectives.agree import together
-from distprune.collectives.slow import work_together
-from distprune.jobs.block_journal import BlockJournal
+from distprune.jobs.block_files import BlockFiles
 from distprune.jobs.calibrated import CalibratedJob, load_calibrated
+from distprune.jobs.files import open_files
 from distprune.jobs.fit_memory import fit_memory
 from distprune.jobs.options import METHOD, PruningJob, ask, asked
 from distprune.jobs.report import JobReport, PrunedBlocks
 from distprune.jobs.run import Device, Run, clock
-from distprune.jobs.unfinished import open_unfinished
 from distprune.jobs.watcher import Watcher
 from distprune.models.find_shards import count_parameters
 from distprune.oneshot.allocation import Allocation, allocate
@@ -119,11 +118,11 @@ def run_one_shot_job(
 ) -> JobReport[PrunedBlocks]:
     """Run the job and return its report.
 
-    Finished blocks are on the disk, beside the output. A killed job continues with ``resume`` after its last intact
-    block, on as many ranks, and ends with the same bytes. If nothing was recorded, ``resume`` starts at the beginning
-    and says so: the same call serves for every start. The number of ranks decides in which order activations are
-    summed. The dense model's outputs of finished blocks are computed again, one forward a block; they are not stored.
-    Before the walk its memory is planned, see ``fit_memory``.
+    A finished block is a file of the output, which is made beside its place. A killed job continues with ``resume``
+    after its last intact block: on as many ranks it ends with the same bytes, on another number with the same weights
+    but for rounding. If nothing was recorded, ``resume`` starts at the beginning and says so: the same call serves for
+    every start. The dense model's outputs of finished blocks are computed again, one forward a block; they are not
+    stored. Before the walk its memory is planned, see ``fit_memory``.
 
     Every rank of ``group`` (default: the default group, or this process alone) must call it, with the same
     job; several ranks hold the model sharded by FSDP2. Communicates what the functions it calls do.
@@ -141,11 +140,11 @@ def run_one_shot_job(
             asked = job.of_walk(run.comm.size, counts.total, on_device=run.device.type != "cpu")
             shape = shape_of(model)
         expert_memory = fit_memory(run, shape, asked)
-        with open_unfinished(run, job) as unfinished:
-            samples = calibrated.samples(run, job, unfinished)
-            journal = BlockJournal(run, unfinished, model)
-            before = unfinished.recall("before", lambda: run.evaluate(model, "before"))
-            shares = unfinished.recall("shares", lambda: _shares(job, run, model, samples))
+        with open_files(run, job) as files:
+            samples = calibrated.samples(run, job, files)
+            blocks = BlockFiles(run, files, model, files.result)
+            before = files.recall(run.evaluation, lambda: run.evaluate(model, "before"))
+            shares = files.recall("shares", lambda: _shares(job, run, model, samples))
             pattern = as_pattern(job.pattern, job.sparsity)
             pattern = pattern.within("tensor") if pattern.has_scope else pattern  # each linear map by itself
             run.reporter.begin("pruning block by block")
@@ -165,18 +164,16 @@ def run_one_shot_job(
                     offload=job.offload,
                     batch_tokens=job.batch_tokens,
                     expert_memory=expert_memory,
-                    finished=journal.finished,
-                    on_block=journal.on_block,
+                    finished=blocks.finished,
+                    on_block=blocks.on_block,
                 )
             by: Allocation = "uniform" if shares is None else "gradients"
-            ended = (journal.end(), journal.resumed_at, vars(counts))
+            ended = (blocks.reports(), blocks.resumed_at, vars(counts))
             pruned = PrunedBlocks(report, repr(pattern), *ended, by, count_parameters(model))
             after = run.evaluate(model, "after")
             with clock(run.seconds, "save"), run.reporter.stage("saving", "bytes") as progress:
-                with together(run.comm):
-                    journal.writer.write(written=journal.names, progress=progress)
-                work_together(run.comm, journal.writer.sync)
-            return run.report(unfinished.result, before, after, pruned)
+                blocks.finish(progress)
+            return run.report(files.result, before, after, pruned)
 
 
 def _shares(job: OneShotJob, run: Run, model: nn.Module, samples: torch.Tensor) -> dict[str, float] | None:

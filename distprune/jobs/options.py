@@ -128,7 +128,9 @@ def parse_bytes(text: str) -> int:
 
 def _ask_of_evaluation(help: str, flag: str, default: int) -> Any:
     """Return a field that says something only beside ``--eval``: a number of tokens."""
-    return ask(help, default=default, flag=flag, least=2, most=MOST, needs=("evaluate_on",), panel=EVALUATION)
+    return ask(
+        help, default=default, flag=flag, least=2, most=MOST, needs=("evaluate_on",), decides=False, panel=EVALUATION
+    )
 
 
 @asked
@@ -181,6 +183,7 @@ class Job(BareJob):
         default=(),
         flag="--eval",
         is_file=True,
+        decides=False,
         panel=EVALUATION,
     )
     evaluation_tokens: int = _ask_of_evaluation("How much of each to use.", "--eval-tokens", 8192)
@@ -191,6 +194,7 @@ class Job(BareJob):
         metavar="NAMES",
         separator=",",
         is_file=True,
+        decides=False,
         panel=EVALUATION,
     )
 

@@ -17,15 +17,13 @@ from torch import nn
 from distprune.calibration.data import check_fit, load_samples, token_digest
 from distprune.calibration.own_words import SELF, own_words, texts_of
 from distprune.collectives.agree import agree, together
+from distprune.jobs.files import JobFiles
 from distprune.jobs.fit_memory import fit_writing
-from distprune.jobs.journal import Item
-from distprune.jobs.leftovers import WORDS_NAME
 from distprune.jobs.run import Run, clock
-from distprune.jobs.unfinished import Unfinished
 from distprune.jobs.words_file import about_tokenizer, read_words, write_words
 
 OWN_WORDS = 96  # windows beside those of a text, of a method that has them by default
-_WORDS = "own words"  # an item's kind
+_WORDS = "own_words"  # a record, and the file of the windows
 PROMPT = 32  # tokens of the text that a window continues, or a quarter of a short window
 
 
@@ -85,7 +83,7 @@ class Windows:
         """Return token ids of the shape that the samples will have. Local."""
         return torch.zeros(self.counts.total, self.length, dtype=torch.int64, device="cpu")
 
-    def samples(self, run: Run, model: nn.Module, tokenizer: Any, seed: int, unfinished: Unfinished) -> torch.Tensor:
+    def samples(self, run: Run, model: nn.Module, tokenizer: Any, seed: int, files: JobFiles) -> torch.Tensor:
         """Return all windows, (counts.total, length), the kinds evenly mixed; have ``model`` write what is missing.
 
         Every rank must call it. Communicates and raises as :func:`kept_words`; one round of 64 bytes more.
@@ -96,7 +94,7 @@ class Windows:
             kinds.append(self.own)
         elif num_continuing + num_own:
             write = partial(write_own_words, run, model, tokenizer, self.prompts, num_own, self.length, seed)
-            written = kept_words(run, unfinished, write)
+            written = kept_words(run, files, write)
             kinds += [part for part in (written[:num_continuing], written[num_continuing:]) if len(part)]
         with together(run.comm):
             return mixed(kinds)
@@ -195,40 +193,25 @@ def _tell(progress: Callable[[int, int], None], before: int, total: int, done: i
     progress(before + done, total)
 
 
-def kept_words(run: Run, unfinished: Unfinished, write: Callable[[], torch.Tensor]) -> torch.Tensor:
+def kept_words(run: Run, files: JobFiles, write: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Return the windows that an unfinished job has kept, or what ``write`` returns, and keep that.
 
-    If they are not on the disk as they were written they are written again; if others come of that, nothing that was
-    done after them counts. Every rank must call it: what ``write`` communicates, and three rounds of 64 bytes.
+    Every rank must call it: what ``write`` communicates, and a round of 64 bytes.
 
     Raises:
         OSError: on every rank: the disk is full or not writable.
+        ValueError: on every rank: the file of what was kept is damaged.
     """
-    path, done = unfinished.folder / WORDS_NAME, unfinished.items(_WORDS)
-    kept, digest = None, ""
-    with together(run.comm):
-        if done and (kept := _if_intact(path)) is not None:
-            digest = token_digest(kept)
-    agree(run.comm, {"own words on the disk": digest})
-    if kept is not None and digest == done[0].digest:
-        return kept
-    if done:
-        run.reporter.say(f"{path.name} is not on the disk as it was written: the model writes again")
+    path = files.folder / f"{_WORDS}.tokens"
+    if files.known(_WORDS) is not None:
+        with together(run.comm):
+            return read_words(path)[0]
     words = write()
     with together(run.comm):
         if run.comm.rank == 0:
-            write_words(path, words, {}, sync=unfinished.sync_files)
-        digest = token_digest(words)
-        if not done or not unfinished.verify(done[0], digest):
-            unfinished.record(Item(_WORDS, {"num_windows": len(words)}, digest))
+            write_words(path, words, {}, sync=files.sync)
+        files.record(_WORDS, len(words))
     return words
-
-
-def _if_intact(path: Path) -> torch.Tensor | None:
-    try:
-        return read_words(path)[0]
-    except (ValueError, FileNotFoundError):
-        return None
 
 
 def mixed(kinds: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,10 +28,8 @@ from distprune.checkpoint.pretrained import load_tokenizer
 from distprune.checkpoint.replaceable import check_output
 from distprune.checkpoint.shared_reading import open_together, sample_together
 from distprune.collectives.agree import agree, together
-from distprune.collectives.communicator import Alone, communicator
+from distprune.collectives.communicator import communicator
 from distprune.evaluation import perplexities, tokenize_file
-from distprune.jobs.journal import JOURNAL_NAME
-from distprune.jobs.leftovers import tidy
 from distprune.jobs.model_card import CARD_NAME, model_card
 from distprune.jobs.options import Job
 from distprune.jobs.picture import PICTURE_NAME, can_draw, picture
@@ -59,13 +57,6 @@ class Run:
         self.reporter = Reporter(watcher or Watcher(), self.comm)
         self.seconds: dict[str, float] = {}
         with together(self.comm):
-            job.check_asked()
-            output = Path(os.path.realpath(job.output))
-            has_journal = all((output / name).is_file() for name in (REPORT_NAME, JOURNAL_NAME))
-            if self.comm.rank == 0 and job.output and has_journal:
-                with locking(Alone(), output):  # a job was killed when its output had just appeared
-                    tidy(output)
-        with together(self.comm):
             job.check()
             self.device = as_device(device)
         agree(self.comm, {**job.flags(), "device": self.device.type})
@@ -88,7 +79,9 @@ class Run:
             self.output = check_output(job.output, overwrite=job.overwrite, inputs=self.inputs)
             self._mesh = mesh_of(group, self.comm.size, self.device)
         agree(self.comm, seen)
-        self.read |= seen
+        self.read["model files"] = seen.pop("model files")
+        told = json.dumps([seen, job.tasks])
+        self.evaluation = f"before-{hashlib.sha256(told.encode()).hexdigest()[:12]}"  # names what is evaluated on
         self.note_sample("model", self.directory)
         self._started = time.perf_counter()
 
@@ -141,7 +134,7 @@ class Run:
             save_model(model, self.directory, folder, layers=layers, group=self.comm, progress=progress)
 
     def evaluate(self, model: nn.Module, when: str) -> dict[str, Any]:
-        """Return the perplexity on each text to evaluate on, and the metrics of each task, as a journal has them."""
+        """Return the perplexity on each text to evaluate on, and the metrics of each task, as a record has them."""
         of_texts: dict[str, float] = {}
         of_tasks: dict[str, dict[str, float]] = {}
         texts, length = [*self._tokens.values()], self.job.evaluation_length

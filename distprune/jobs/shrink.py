@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -13,15 +14,14 @@ from torch import nn
 from typing_extensions import override
 
 from distprune.collectives.agree import together
-from distprune.jobs.block_journal import BlockJournal
+from distprune.jobs.block_files import BlockFiles
 from distprune.jobs.calibrated import CalibratedJob, load_calibrated
-from distprune.jobs.journal import Item
+from distprune.jobs.files import JobFiles, open_files
 from distprune.jobs.kept_units import as_text, entries_of, kept_of, num_units
 from distprune.jobs.options import EVALUATION, METHOD, SIZES, ask, asked, parse_budget, parse_size
 from distprune.jobs.report import JobReport, SmallerModel, Walked
 from distprune.jobs.run import Device, Run, clock
 from distprune.jobs.speed import compare_speed
-from distprune.jobs.unfinished import Unfinished, open_unfinished
 from distprune.jobs.watcher import Watcher
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.find_shards import count_parameters
@@ -39,7 +39,7 @@ from distprune.removal.shrink_model import cut_model
 from distprune.removal.sizes import Sizes
 from distprune.removal.trials import Division, Trial, divide_budget, find_budget
 
-_EXPERTS, _TRIAL = "experts", "trial"  # kinds of items
+_EXPERTS, _TRIAL = "experts", "trial"  # records
 
 
 def _size(help: str) -> Any:
@@ -109,7 +109,7 @@ def run_shrink_job(
     """Run the job and return its report. The output is written whole, or not at all.
 
     The walk zeroes the units that go; finished blocks are on the disk, beside the output, at their old sizes. A killed
-    job continues with ``resume`` after its last intact block, on as many ranks, and ends with the same bytes. When all
+    job continues with ``resume`` after its last intact block: on as many ranks it ends with the same bytes. When all
     blocks are done the model is cut, written beside the output, and put in its place.
 
     Every rank of ``group`` (default: the default group, or this process alone) must call it, with the same
@@ -127,14 +127,14 @@ def run_shrink_job(
         with together(run.comm):
             job.sizes.check(calibrated.model)
             budget = find_budget(calibrated.model, calibrated.windows.stand_in(), job.sizes)
-        with open_unfinished(run, job) as unfinished:
-            samples = calibrated.samples(run, job, unfinished)
-            shrinking = _Shrinking(job, run, calibrated.model, samples, vars(counts), unfinished)
+        with open_files(run, job) as files:
+            samples = calibrated.samples(run, job, files)
+            shrinking = _Shrinking(job, run, calibrated.model, samples, vars(counts), files)
             shrunk, before, after = shrinking.shrink(budget)
             del calibrated, shrinking, samples
             if job.speed:
-                shrunk = replace(shrunk, speed=compare_speed(run, run.directory.path, unfinished.result))
-            return run.report(unfinished.result, before, after, shrunk)
+                shrunk = replace(shrunk, speed=compare_speed(run, run.directory.path, files.result))
+            return run.report(files.result, before, after, shrunk)
 
 
 @dataclass(frozen=True)
@@ -146,13 +146,13 @@ class _Shrinking:
     model: nn.Module
     samples: torch.Tensor
     windows: Mapping[str, int]
-    unfinished: Unfinished
+    files: JobFiles
 
     def shrink(self, budget: Budget | None) -> tuple[SmallerModel, dict[str, Any], dict[str, Any]]:
         """Make the model smaller and write it; return what was removed, and :meth:`Run.evaluate` before and after."""
-        job, run, model, unfinished = self.job, self.run, self.model, self.unfinished
+        job, run, model, files = self.job, self.run, self.model, self.files
         num_blocks, num_before = len(decoder_blocks(model)), count_parameters(model)
-        before = unfinished.recall("before", lambda: run.evaluate(model, "before"))
+        before = files.recall(run.evaluation, lambda: run.evaluate(model, "before"))
         if job.experts is not None:
             self._cut_experts(job.experts)
         division = Division(job.sizes)
@@ -160,7 +160,7 @@ class _Shrinking:
             run.reporter.begin("trying sizes")
             with clock(run.seconds, "divide"):
                 division = self._divide(budget)
-        layers = list(unfinished.recall("layers", lambda: self._choose_layers(division), at_once=True))
+        layers: list[int] = files.recall("layers", lambda: self._choose_layers(division))
         run.reporter.begin("shrinking block by block")
         with clock(run.seconds, "shrink"):
             walked, kept = self._walk(division.sizes, layers)
@@ -174,8 +174,7 @@ class _Shrinking:
             num_parameters=count_parameters(model),
         )
         after = run.evaluate(model, "after")
-        unfinished.begin_result(run.output)
-        run.save(model, unfinished.result, layers=layers if len(layers) < num_blocks else None)
+        run.save(model, files.result, layers=layers if len(layers) < num_blocks else None)
         return shrunk, before, after
 
     @property
@@ -211,22 +210,23 @@ class _Shrinking:
                 )
             return entries_of(chosen, num_before)
 
-        recorded = self.unfinished.recall(_EXPERTS, choose)
+        recorded = self.files.recall(_EXPERTS, choose)
         with together(run.comm):
             kept = kept_of(recorded)
         remove_units(model, kept, group=run.comm)
 
     def _divide(self, budget: Budget) -> Division:
         """Return what the budget comes to; what was tried is not tried again."""
-        unfinished, run = self.unfinished, self.run
+        files, run = self.files, self.run
 
         def on_trial(known: Division) -> None:
             value = {"trial": vars(known.trials[-1]), "layers_gone": list(known.layers_gone)}
-            unfinished.record(Item(_TRIAL, value))
+            files.record(f"{_TRIAL}-{len(known.trials)}", value)
             run.reporter.say(f"tried {known.trials[-1]}")
             run.reporter.check_here()
 
-        recorded = [item.value for item in unfinished.items(_TRIAL)]
+        numbers = itertools.takewhile(lambda number: files.known(f"{_TRIAL}-{number}"), itertools.count(1))
+        recorded = [files.known(f"{_TRIAL}-{number}") for number in numbers]
         trials = tuple(Trial(**value["trial"]) for value in recorded)
         gone = tuple(recorded[-1]["layers_gone"]) if recorded else ()
         division = divide_budget(
@@ -268,19 +268,19 @@ class _Shrinking:
 
     def _walk(self, sizes: Sizes, layers: list[int]) -> tuple[Walked, Kept]:
         """Zero the units that go and refit what stays, block by block; return the report on all, and what stays."""
-        run, model, unfinished = self.run, self.model, self.unfinished
-        experts: dict[str, Any] = next((item.value for item in unfinished.items(_EXPERTS)), {})
+        run, model, files = self.run, self.model, self.files
+        experts: dict[str, Any] = files.known(_EXPERTS) or {}
         num_before = num_units(model, list(sizes.in_walk))
-        journal = BlockJournal(run, unfinished, model, layers)
+        blocks = BlockFiles(run, files, model, files.folder / "blocks", layers)
 
         def on_block(index: int, block: BlockReport, kept: Kept) -> None:
             in_walk = entries_of(kept, num_before).get(block.name, ())
-            journal.on_block(index, block, kept=[*experts.get(block.name, ()), *in_walk])
+            blocks.on_block(index, block, kept=[*experts.get(block.name, ()), *in_walk])
 
-        removal = self._choose(self.samples, sizes.in_walk, layers=layers, finished=journal.finished, on_block=on_block)
-        entries = journal.end()
+        removal = self._choose(self.samples, sizes.in_walk, layers=layers, finished=blocks.finished, on_block=on_block)
+        entries = blocks.reports()
         with together(run.comm):
             kept = kept_of(
                 {of["name"]: [units for units in of["kept"] if units["kind"] != "experts"] for of in entries}
             )
-        return Walked(removal.report, str(sizes), entries, journal.resumed_at, self.windows), kept
+        return Walked(removal.report, str(sizes), entries, blocks.resumed_at, self.windows), kept

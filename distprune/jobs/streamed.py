@@ -1,25 +1,53 @@
-"""The job that prunes a checkpoint without its model: tensors are streamed from files to files, piece by piece."""
+"""The job that prunes a checkpoint without its model: one file in, one file out, piece by piece."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import math
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from distprune.checkpoint.hf_directory import CONFIG_NAME, read_json
-from distprune.checkpoint.stored_parameters import find_stored, mapped_tensors
-from distprune.collectives.agree import together
+from distprune.checkpoint.disk import partial_of, sync_file
+from distprune.checkpoint.hf_directory import (
+    CONFIG_NAME,
+    HfDirectory,
+    TensorEntry,
+    WeightFile,
+    read_json,
+    read_weight_file,
+)
+from distprune.checkpoint.naming import different_values
+from distprune.checkpoint.output_files import begin_file, check_room, planned, write_small_files
+from distprune.checkpoint.regions import Region
+from distprune.checkpoint.stored_parameters import StoredParameters, find_stored, mapped_tensors
+from distprune.checkpoint.stored_slices import chunks_of, write_chunk
+from distprune.collectives.agree import sum_together, together
+from distprune.collectives.slow import work_together
+from distprune.jobs.files import JobFiles, ResumableJob, open_files
 from distprune.jobs.options import FILES, METHOD, ask, asked
 from distprune.jobs.prune import PruneJob
 from distprune.jobs.report import JobReport
 from distprune.jobs.run import Run, clock
-from distprune.jobs.stretches import STRETCH, StretchWriter
-from distprune.jobs.unfinished import ResumableJob, open_unfinished
 from distprune.jobs.watcher import Watcher
 from distprune.pruning.prune_model import Request
 from distprune.pruning.report import PruneReport
 from distprune.pruning.streamed import StreamedPruning
+from distprune.selection.radix import raise_nans
+from distprune.shards.geometry import Geometry
+from distprune.shards.local_shard import LocalShard, cut
+from distprune.shards.pieces import pieces_of, share_of, within
+
+_COPY_NUMEL = 4 << 20
+_MAX_THREADS = 8  # each has some 10 MiB
 
 
 @asked
@@ -53,16 +81,15 @@ def run_streamed_job(
 
     The files are read once where groups (N:M) and rows are decided by themselves; else first to choose, as
     ``StreamedPruning`` says, and then to prune and write. They are mapped, and each thread of a rank, of which it
-    has as many as torch (at most 8), has a few pieces of the rank's share in memory.
+    has as many as torch (at most 8), has a piece of the rank's share in memory.
     Where transformers knows the architecture the output is that of :func:`run_prune_job`, byte for byte; where it does
     not, names decide what is pruned (see ``find_stored``), and ``include`` and ``exclude`` say it better.
 
-    What is written grows beside the output, with a journal of it. A job that was killed goes on with ``resume``: what
-    is recorded and on the disk as it was written is not written again; what is pruned is chosen again. If the weight
-    files were changed or fetched anew, all is written again.
+    The ranks write one file after the other, each its share of it. A job that was killed goes on with ``resume`` behind
+    the last file that is whole, on any number of ranks; what is pruned is chosen again.
 
     Every rank of ``group`` (default: the default group, or this process alone) must call it, with the same job.
-    Communicates what the choice does, and a round for each 256 MiB of a rank.
+    Communicates what the choice does, and for each file three rounds and the wait for the disk.
 
     Raises:
         ValueError, TypeError, NotImplementedError, OSError, ImportError: on every rank: a mistake in the job or
@@ -79,25 +106,186 @@ def run_streamed_job(
             if stored.by_names:
                 kind = read_json(run.directory.path / CONFIG_NAME).get("model_type")
                 run.reporter.say(f"transformers has no model of type {kind!r} for these tensors: their names decide")
-        with open_unfinished(run, job, sync_files=job.sync_files) as unfinished:
-            # Not the bytes: to read them all takes as long as to prune them. Nodes may have copies of their own.
-            if not unfinished.is_same("weight files", comm.broadcast(run.directory.stamps)):
-                run.reporter.say("the weight files were changed or fetched anew: they are pruned from the beginning")
+        with open_files(run, job, sync=job.sync_files) as files:
             run.reporter.say("choosing what is pruned")
             with clock(run.seconds, "choose"):
                 asked = (job.sparsity, job.method, job.pattern, job.scope, job.seed, None, job.include, job.exclude)
-                request = Request(stored.found, *asked)
-                pruning = StreamedPruning(comm, request, values)
-            with together(comm):
-                writer = StretchWriter(run.directory, stored, pruning, tensors, unfinished)
+                pruning = StreamedPruning(comm, Request(stored.found, *asked), values)
             with clock(run.seconds, "write"):
-                writer.allocate()
-                first = 0
-                if unfinished.items(STRETCH):
-                    with run.reporter.stage("checking what is written", "bytes"):
-                        first = writer.num_as_written()
-                if job.resume:
-                    run.reporter.say(f"going on after {first} of {len(writer.stretches)} stretches")
-                with run.reporter.stage("pruning", "bytes") as progress:
-                    writer.write(first, progress)
-            return run.report(unfinished.result, {}, {}, pruning.report(writer.counts()))
+                counts = _write(run, files, FileWriter(files, run.directory, stored, pruning, tensors))
+            return run.report(files.result, {}, {}, pruning.report([counts[name] for name in pruning.names]))
+
+
+def _write(run: Run, files: JobFiles, writer: FileWriter) -> dict[str, list[int]]:
+    """Write the files that are not there yet; return by parameter how many zeros it has, and had. Every rank."""
+    sources, target = run.directory.weight_files, files.result
+    with together(run.comm):
+        plans = [writer.plan(source, target / source.path.name) for source in sources]
+        sizes = [sum(entry.stop - entry.start for entry in plan.tensors) for plan in plans]
+    # Not their bytes: to read them all takes as long as to prune them. Nodes may have copies of their own.
+    stamps = run.comm.broadcast(run.directory.stamps)
+    with together(run.comm):
+        found = [_is_written(plan, files.known(plan.path.name), stamps) for plan in plans]
+    left = [i for i, is_written in enumerate(run.comm.broadcast(found)) if not is_written]
+    for name in (plans[i].path.name for i in left):
+        if files.known(name) is not None:
+            run.reporter.say(f"{name} is damaged, or other weights were pruned into it: it is pruned again")
+    if len(left) < len(plans):
+        run.reporter.say(f"going on after {len(plans) - len(left)} of {len(plans)} files")
+    with together(run.comm):
+        if run.comm.rank == 0:
+            check_room(target, sum(sizes[i] for i in left))
+    with run.reporter.stage("pruning", "bytes") as progress:
+        for i in left:
+            counts = writer.write(plans[i], partial(_tell, progress, sum(sizes[:i]), sizes[i], sum(sizes)))
+            with together(run.comm):
+                files.record(plans[i].path.name, {"source": stamps, "counts": counts})
+                run.reporter.check_here()
+    totals: dict[str, list[int]] = {}
+    for plan in plans:
+        for name, (num_zeros, num_before) in files.known(plan.path.name)["counts"].items():
+            zeros, before = totals.get(name, [0, 0])
+            totals[name] = [zeros + num_zeros, before + num_before]
+    with together(run.comm):
+        if run.comm.rank == 0:
+            write_small_files(run.directory, plans, target, is_indexed=run.directory.is_indexed)
+    return totals
+
+
+def _is_written(file: WeightFile, record: Mapping[str, Any] | None, stamps: object) -> bool:
+    """Return whether ``file`` is recorded and there, and was pruned of weight files with these ``stamps``. Local."""
+    if record is None or record["source"] != stamps:
+        return False
+    try:
+        return read_weight_file(file.path) == file
+    except (OSError, ValueError):
+        return False
+
+
+def _tell(progress: Callable[[int, int], None], before: int, size: int, total: int, share: float) -> None:
+    progress(before + round(size * share), total)
+
+
+@dataclass(frozen=True)
+class FileWriter:
+    """Writes what ``pruning`` leaves of ``values``, all tensors of ``source`` by name, a file at a time."""
+
+    files: JobFiles
+    source: HfDirectory
+    stored: StoredParameters
+    pruning: StreamedPruning
+    values: Mapping[str, torch.Tensor]
+
+    def plan(self, file: WeightFile, path: Path) -> WeightFile:
+        """Return what is written to ``path`` of a ``file`` of the source. Local."""
+        names = [entry.name for entry in file.tensors if entry.name in self.stored.parts]
+        whole = [LocalShard(name, self.values[name], Geometry.whole(self.values[name].shape)) for name in names]
+        return planned(path, whole)
+
+    def write(self, file: WeightFile, tell: Callable[[float], None]) -> dict[str, list[int]]:
+        """Write ``file``, whole or not at all; return by parameter how many zeros are in it, and were.
+
+        ``tell`` is called with the share of it that is done.
+
+        Every rank must call it: three rounds, 24 bytes a parameter in one of them, and the wait for the disk as
+        :func:`work_together`.
+
+        Raises:
+            OSError: on every rank: the disk is full or not writable, or a file of the source was changed meanwhile.
+            ValueError: on every rank: weights are NaN, or tied ones are stored with different values.
+        """
+        comm, beside = self.files.comm, replace(file, path=partial_of(file.path))
+        with together(comm):
+            parts = [(entry, *part) for entry in file.tensors for part in self._parts(entry)]
+            names = [*dict.fromkeys(parameter for _, _, parameter in parts if parameter is not None)]
+            if comm.rank == 0:
+                begin_file(beside)
+        places = {name: place for place, name in enumerate(names)}
+        counts = [[0, 0, 0] for _ in names]  # of this rank
+
+        def fill(sums: torch.Tensor) -> None:
+            pieces = [(part, piece) for part in parts for piece in self._pieces(*part)]
+            with beside.path.open("r+b", buffering=0) as opened, _mapping() as each:
+                write = partial(self._write, opened.fileno(), Lock())
+                for number, counted in enumerate(each(write, pieces)):
+                    (_, _, parameter), _ = pieces[number]
+                    if parameter is not None:
+                        before = counts[places[parameter]]
+                        counts[places[parameter]] = [num + more for num, more in zip(before, counted, strict=True)]
+                    tell((number + 1) / len(pieces))
+            self.source.check_unchanged()
+            sums.copy_(torch.tensor(counts, dtype=torch.int64, device="cpu").view(-1, 3))
+
+        totals: list[list[int]] = sum_together(comm, (len(names), 3), fill).tolist()
+        if any(num_nans for _, _, num_nans in totals):
+            raise_nans(comm, {name: counts[place][2] for name, place in places.items()})
+        if self.files.sync:
+            work_together(comm, lambda: sync_file(beside.path))
+        with together(comm):
+            if comm.rank == 0:
+                beside.path.replace(file.path)
+        return {name: [pruned, before] for name, (pruned, before, _) in zip(names, totals, strict=True)}
+
+    def _parts(self, entry: TensorEntry) -> list[tuple[Region, str | None]]:
+        """Return the regions of a stored tensor, each with the parameter that is pruned in it, if one is."""
+        parts = self.stored.parts[entry.name]
+        if all(parameter is None for _, parameter in parts):
+            return [(Region.whole(entry.name, entry.name, entry.shape), None)]
+        return parts
+
+    def _pieces(self, entry: TensorEntry, region: Region, parameter: str | None) -> Iterator[Geometry]:
+        """Yield this rank's pieces of the parameter that is pruned in ``region``, or of the stored tensor."""
+        if parameter is not None:
+            yield from self.pruning.pieces(parameter)
+            return
+        comm, shape, bounds = self.files.comm, entry.shape or (1,), region.stored_bounds or ((0, 1),)
+        grain = (1,) * len(shape)
+        yield from pieces_of(within(share_of(shape, grain, comm.rank, comm.size), bounds), grain, _COPY_NUMEL)
+
+    def _write(
+        self, descriptor: int, turn: Lock, work: tuple[tuple[TensorEntry, Region, str | None], Geometry]
+    ) -> list[int]:
+        """Write what is left of a piece; return what is pruned, was before, and is NaN, if it counts here."""
+        (entry, region, parameter), piece = work
+        counts = [0, 0, 0]
+        if parameter is None:
+            shard = LocalShard(entry.name, _cut(self.values[entry.name], piece), piece)
+        else:
+            first = self.stored.stored[parameter][0].stored
+            if entry.name != first:
+                before = _as_stored(region, entry, self.pruning.values(parameter, piece), piece)
+                if not torch.equal(before.local, _cut(self.values[entry.name], before.geometry)):
+                    raise different_values(self.source.path, first, entry.name)
+            left, counted = self.pruning.prune(parameter, piece)
+            shard = _as_stored(region, entry, left, piece)
+            counts = counted if entry.name == first else counts
+        for chunk, places in chunks_of(shard):
+            with turn:  # a system lets one thread at a time write to a file
+                write_chunk(descriptor, entry, chunk, places)
+        return counts
+
+
+def _as_stored(region: Region, entry: TensorEntry, values: torch.Tensor, piece: Geometry) -> LocalShard:
+    """Return ``values``, a piece of the parameter in ``region`` or of it as one line, as a shard of the stored one."""
+    shard = LocalShard(entry.name, values, piece)
+    if len(piece.global_shape) == len(region.bounds):
+        return region.part_of(shard, entry.shape)
+    start = sum(place * math.prod(entry.shape[dim + 1 :]) for dim, place in enumerate(region.stored_start))
+    runs = tuple((low + start, high + start) for low, high in piece.dim_runs[0])
+    return replace(shard, geometry=Geometry((math.prod(entry.shape),), (runs,)))
+
+
+@contextmanager
+def _mapping() -> Iterator[Callable[..., Iterator[Any]]]:
+    """Yield ``map`` for what waits for no other, beside each other on the cores that torch has for this rank."""
+    num_threads = min(torch.get_num_threads(), _MAX_THREADS)
+    if num_threads == 1:
+        yield map
+        return
+    with ThreadPoolExecutor(num_threads) as pool:
+        yield pool.map
+
+
+def _cut(values: torch.Tensor, piece: Geometry) -> torch.Tensor:
+    """Return a piece of a whole tensor, or of it as one line."""
+    return cut(values.reshape(piece.global_shape), piece)

@@ -18,11 +18,12 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from distprune.checkpoint.digest import file_digest
-from distprune.checkpoint.output_lock import remove_files
+from distprune.checkpoint.disk import sync_file
+from distprune.checkpoint.output_lock import remove_tree
 from distprune.collectives.agree import together
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import ProcessGroup
+from distprune.collectives.slow import work_together
 
 _FILE_BYTES = 1 << 30  # of all ranks together: a rank has its part of a file in memory twice
 
@@ -35,7 +36,7 @@ def write_state(comm: Communicator, state: Mapping[str, torch.Tensor], folder: P
     """
     with together(comm):
         if comm.rank == 0:
-            remove_files(folder)
+            remove_tree(folder)
             folder.mkdir(mode=0o700)
         numbers, num_bytes = dict[str, int](), 0
         for name, tensor in state.items():
@@ -45,23 +46,29 @@ def write_state(comm: Communicator, state: Mapping[str, torch.Tensor], folder: P
     with _causes():
         save(dict(state), storage_writer=writer, **_ranks(comm))
 
+    def sync() -> None:
+        for path in sorted(folder.iterdir()):
+            sync_file(path)
+
+    work_together(comm, sync)
+
 
 def read_state(comm: Communicator, state: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Read ``state`` in place from what :func:`write_state` has written. Every rank: what DCP communicates.
 
     Raises:
         OSError: on every rank: a file cannot be read.
+        ValueError: on every rank: a file is damaged, or lacks something.
     """
-    with _causes():
-        load(dict(state), storage_reader=HuggingFaceStorageReader(str(folder)), **_ranks(comm))
-
-
-def state_digest(comm: Communicator, folder: Path) -> str:
-    """Return a digest of the files in ``folder``, empty without any. Every rank: three rounds, and one a file."""
-    with together(comm):
-        found = sorted(path.name for path in folder.glob("*"))
-    names: list[str] = comm.broadcast(found)
-    return " ".join(f"{name}:{file_digest(comm, folder / name)}" for name in names)
+    try:
+        with _causes():
+            load(dict(state), storage_reader=HuggingFaceStorageReader(str(folder)), **_ranks(comm))
+    except OSError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{folder} is not as it was written, remove {folder.parent} and start anew: {error}"
+        ) from error
 
 
 def _ranks(comm: Communicator) -> dict[str, Any]:

@@ -8,14 +8,14 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
-from distprune.jobs import PruneJob, StreamedJob, run_prune_job, run_streamed_job, stretches, unfinished
-from distprune.jobs.journal import JOURNAL_NAME, Item, Journal
-from distprune.pruning import streamed
+from distprune.jobs import PruneJob, StreamedJob, run_prune_job, run_streamed_job
+from distprune.jobs.files import JobFiles
 from tests.hf_models import TEXT, make_model, make_tokenizer
 from tests.started import be_rank, by_hand
 from tests.worlds import CONTEXT
@@ -75,25 +75,15 @@ def fine_tuning(tmp_path_factory: pytest.TempPathFactory, arguments: list[str]) 
 
 
 def be_streaming_rank(variables: dict[str, str], arguments: list[str], log: str) -> None:
-    """Be a rank whose stretches and pieces are so small that a tiny model has some."""
-    stretches._STRETCH_BYTES, stretches._COPY_NUMEL, streamed._PIECE_NUMEL = 2_000, 20, 20
-    be_rank(variables, arguments, log)
+    """Be a rank that takes its time for each file, and does not end before it is killed."""
+    record = JobFiles.record
 
-
-def be_doomed_streaming_rank(variables: dict[str, str], arguments: list[str], log: str) -> None:
-    """Be one that takes its time, and does not end before it is killed."""
-    record, write = unfinished.Unfinished.record, stretches.StretchWriter.write
-
-    def record_slowly(self: unfinished.Unfinished, item: Item) -> None:
-        record(self, item)
+    def record_slowly(self: JobFiles, name: str, value: Any) -> None:
+        record(self, name, value)
         time.sleep(0.03)
 
-    def write_and_wait(self: stretches.StretchWriter, *arguments: Any, **named: Any) -> None:
-        write(self, *arguments, **named)
-        time.sleep(5)  # and then the one that is left sees that it is alone
-
-    unfinished.Unfinished.record, stretches.StretchWriter.write = record_slowly, write_and_wait  # type: ignore[method-assign]
-    be_streaming_rank(variables, arguments, log)
+    JobFiles.record = record_slowly  # type: ignore[method-assign]
+    be_rank(variables, arguments, log)
 
 
 class Job:
@@ -118,19 +108,20 @@ class Job:
             time.sleep(0.002)
 
     def num_done(self) -> int:
-        """Blocks, stretches and states that are recorded; -1: there is no journal yet."""
-        try:
-            journal = Journal(self.unfinished / JOURNAL_NAME, {})
-        except FileNotFoundError:  # the folder has just become the output
+        """Blocks or files that are recorded, or steps that are saved; -1: there is no folder yet."""
+        if not (self.unfinished / "recipe.json").exists():
             return -1
-        done = [item for item in journal.items if item.digest]
-        return len(done) if journal.is_begun else -1
+        with suppress(FileNotFoundError):  # the folder has just gone
+            training = self.unfinished / "training.json"
+            if training.exists():
+                return int(json.loads(training.read_text())["value"]["num_steps"])
+        return len([*self.unfinished.glob("model*.json")])
 
     def last_write(self) -> int:
-        try:
-            return (self.unfinished / "model.safetensors").stat().st_mtime_ns
-        except FileNotFoundError:
-            return 0
+        """When a file that is being written was written to."""
+        with suppress(FileNotFoundError, ValueError):
+            return max(path.stat().st_mtime_ns for path in (self.unfinished / "model").glob(".*.partial-distprune"))
+        return 0
 
     def wait_for(self, moment: Moment, chance: random.Random) -> None:
         if moment == "load":
@@ -247,16 +238,15 @@ def test_fine_tuning_killed_and_resumed(tmp_path: Path, fine_tuning: list[str]) 
 
 
 @pytest.mark.whole
-def test_streaming_killed_four_times_and_resumed(tmp_path: Path, arguments: list[str]) -> None:
-    asked = ["prune", arguments[1], "--streamed", "--sparsity", "0.5", "--timeout", "20"]
+def test_streaming_killed_and_resumed(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", num_hidden_layers=NUM_BLOCKS, max_shard_size="12KB")
+    asked = ["prune", str(model), "--streamed", "--sparsity", "0.5", "--timeout", "20"]
     asked += ["--output", str(tmp_path / "out")]
-    chance = random.Random(5)
-    num_done = -1
-    for number in range(4):
-        job = Job([*asked, *(["--resume"] if number else [])], tmp_path, be_doomed_streaming_rank)
-        all_done = f"going on after {num_done} of {num_done} stretches"
-        job.until(lambda: job.num_done() > num_done or all_done in job.said())  # noqa: B023
-        time.sleep(chance.uniform(0, 0.1))
+    chance, num_done = random.Random(5), 0
+    for number in range(3):
+        job = Job([*asked, *(["--resume"] if number else [])], tmp_path, be_streaming_rank)
+        job.until(lambda: job.num_done() > num_done)  # noqa: B023
+        time.sleep(chance.uniform(0, 0.02))
         victims = chance.choice([[0], [1], [0, 1]])
         job.kill(victims)
         job.has_ended(victims)
@@ -264,7 +254,7 @@ def test_streaming_killed_four_times_and_resumed(tmp_path: Path, arguments: list
         if number:
             assert f"going on after {num_done} of " in job.said()
         num_done = job.num_done()
-    Job([*asked, "--resume"], tmp_path, be_streaming_rank).succeeds()
-    run_streamed_job(StreamedJob(model=arguments[1], output=str(tmp_path / "whole"), sparsity=0.5))
+    Job([*asked, "--resume"], tmp_path).succeeds()
+    run_streamed_job(StreamedJob(model=str(model), output=str(tmp_path / "whole"), sparsity=0.5))
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.txt", "out", "whole"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.txt", "model", "out", "whole"]

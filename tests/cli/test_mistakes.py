@@ -93,7 +93,7 @@ SHORT: dict[str, tuple[str, str, str]] = {
         "training",
         "a smaller --batch-size, a smaller --sequence-length, more ranks",
     ),
-    "streamed.StretchWriter": ("prune {model} --sparsity 0.5 --streamed", "starting", "more ranks"),
+    "streamed.FileWriter": ("prune {model} --sparsity 0.5 --streamed", "starting", "more ranks"),
     "sample.own_words": ("sample {model} --samples 2 --sequence-length 8", "writing own words", "fewer --samples"),
 }
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 4.00 GiB of which 1 GiB is free."

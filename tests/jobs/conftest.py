@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from distprune.jobs import OneShotJob
+from distprune.jobs import OneShotJob, PruneJob, run_prune_job
 from tests.hf_models import TEXT, make_model, make_tokenizer
+from tests.jobs.jobs_of_a_kind import job_of
 from tests.small_job import small_job
 
 
@@ -24,6 +27,33 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text(TEXT)
     return path
+
+
+@pytest.fixture(scope="session")
+def of_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama of several files."""
+    folder = make_model(tmp_path_factory.mktemp("split") / "model", max_shard_size="12KB")
+    make_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def pruned(of_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Half of it is zero."""
+    folder = tmp_path_factory.mktemp("to tune") / "model"
+    run_prune_job(PruneJob(model=str(of_files), output=str(folder), sparsity=0.5))
+    return folder
+
+
+@pytest.fixture
+def make(of_files: Path, pruned: Path, text_file: Path, tmp_path: Path) -> Callable[[str], Any]:
+    """Makes the job of a kind, over a copy of its model, which a test may spoil."""
+
+    def make(kind: str) -> Any:
+        model = shutil.copytree(pruned if kind == "finetune" else of_files, tmp_path / "model")
+        return job_of(kind, model, text_file, tmp_path)
+
+    return make
 
 
 @pytest.fixture

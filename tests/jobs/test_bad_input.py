@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import os
 import shutil
@@ -19,26 +18,14 @@ from distprune import NByM
 from distprune.checkpoint.output_lock import locking
 from distprune.collectives.communicator import communicator
 from distprune.jobs import OneShotJob, PlanJob, run_one_shot_job, run_plan_job
-from distprune.jobs.block_journal import BLOCK
-from distprune.jobs.journal import Item
-from distprune.jobs.unfinished import Unfinished
 from tests.hf_models import make_model, make_tokenizer
-from tests.jobs.test_one_shot import run_on_rank
-from tests.jobs.test_prune import contents, ends_where_a_watcher_fails
+from tests.jobs.jobs_of_a_kind import run_on_rank
 from tests.worlds import ProcessPool, run_threads
 
 
 def run(pool: ProcessPool, job: OneShotJob) -> list[str]:
     """Return what was raised on each of two ranks, as text."""
-    return list(map(str, pool.run(2, run_on_rank, job, None)))
-
-
-def is_resumed_to_the_same_bytes(pool: ProcessPool, job: OneShotJob) -> None:
-    """Resume the job, and run one that is not interrupted."""
-    whole = dataclasses.replace(job, output=str(Path(job.output).parent / "whole"))
-    for asked in (dataclasses.replace(job, resume=True), whole):
-        assert run(pool, asked) == ["", ""]
-    assert contents(Path(job.output)) == contents(Path(whole.output))
+    return list(map(str, pool.run(2, run_on_rank, job)))
 
 
 def is_refused(pool: ProcessPool, job: OneShotJob, *messages: str) -> None:
@@ -99,7 +86,7 @@ def test_tokens_outside_of_the_vocabulary(pool: ProcessPool, job: OneShotJob) ->
 def run_in_own_folder(rank: int, folder: Path, job: OneShotJob) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder / str(rank))
-        return run_on_rank(rank, job, None)
+        return run_on_rank(rank, job)
 
 
 def test_ranks_that_see_different_text(pool: ProcessPool, tmp_path: Path, job: OneShotJob) -> None:
@@ -183,7 +170,7 @@ def test_activations_that_are_no_numbers_on_one_rank(pool: ProcessPool, job: One
 def run_with_little_room(rank: int, job: OneShotJob) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-        return run_on_rank(rank, job, None)
+        return run_on_rank(rank, job)
 
 
 def test_a_disk_that_is_too_small(pool: ProcessPool, job: OneShotJob) -> None:
@@ -191,69 +178,6 @@ def test_a_disk_that_is_too_small(pool: ProcessPool, job: OneShotJob) -> None:
         assert error.startswith("OSError: ")
         assert "has 1000 bytes free, the model needs" in error
     assert list(Path(job.output).parent.iterdir()) == []
-
-
-def run_with_full_disk(rank: int, job: OneShotJob, full_rank: int) -> str:
-    """Run the job; on ``full_rank`` the disk fills up in the middle of the second block."""
-    room = [12] if rank == full_rank else [10_000]  # tensors: a block has nine
-    write = os.pwrite
-
-    def until_full(*arguments: Any) -> int:
-        room[0] -= 1
-        if room[0] < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(*arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "pwrite", until_full)
-        return run_on_rank(rank, job, None)
-
-
-@pytest.mark.parametrize("full_rank", [0, 1])
-@pytest.mark.sampled(1)
-def test_a_disk_that_fills_up(pool: ProcessPool, job: OneShotJob, full_rank: int) -> None:
-    for error in pool.run(2, run_with_full_disk, job, full_rank):
-        assert error.startswith("OSError: ")
-        assert "cannot write 'model.layers.1." in error
-        assert ": No space left on device" in error
-        assert "1 of 2 blocks are kept, resume=True goes on with them" in error
-    assert not Path(job.output).exists()
-    is_resumed_to_the_same_bytes(pool, job)
-
-
-def run_with_broken_journal(rank: int, job: OneShotJob, index: int) -> str:
-    """Run the job; the first rank cannot record that block ``index`` is done."""
-    record = Unfinished.record
-
-    def broken(self: Unfinished, item: Item) -> None:
-        if self.comm.rank == 0 and item.kind == BLOCK and item.value["index"] == index:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        record(self, item)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Unfinished, "record", broken)
-        return run_on_rank(rank, job, None)
-
-
-@pytest.mark.parametrize("index", [0, 1])
-@pytest.mark.whole
-def test_a_journal_that_cannot_be_written(pool: ProcessPool, job: OneShotJob, index: int) -> None:
-    for error in pool.run(2, run_with_broken_journal, job, index):
-        assert error.startswith("OSError: ")
-        assert "No space left on device" in error
-    assert (Path(job.output).parent / ".out.unfinished").exists() == (index > 0)
-    is_resumed_to_the_same_bytes(pool, job)
-
-
-@pytest.mark.parametrize("fails_at", ["say", "model.layers.0", "model.layers.1"])
-@pytest.mark.sampled(1)
-def test_a_watcher_that_fails_on_one_rank_ends_the_job_on_all(
-    pool: ProcessPool, job: OneShotJob, fails_at: str
-) -> None:
-    asked = dataclasses.replace(job, resume=True)  # which says that there is nothing to go on with
-    ends_where_a_watcher_fails(pool, run_one_shot_job, asked, fails_at)
-    assert not Path(job.output).exists()
-    assert run(pool, asked) == ["", ""]
 
 
 def test_two_jobs_at_one_output(job: OneShotJob, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 from distprune import Unstructured
-from distprune.checkpoint.outputs import publish
 from distprune.jobs import (
     FinetuneJob,
     PruneJob,
@@ -26,12 +25,11 @@ from distprune.jobs import (
     run_finetune_job,
     run_prune_job,
     run_shrink_job,
-    unfinished,
 )
 from distprune.jobs.masked_training import MaskedTraining
 from tests.hf_models import make_model, make_tokenizer
-from tests.jobs.test_one_shot import Killed
-from tests.jobs.test_prune import Heard, contents, ends_where_a_watcher_fails
+from tests.jobs.jobs_of_a_kind import Killed, left
+from tests.jobs.test_prune import Heard
 from tests.small_job import small_finetune_job
 from tests.worlds import ProcessPool
 
@@ -114,7 +112,7 @@ def test_it_learns_and_the_zeros_are_those_that_were(
     method = "masked fine-tuning" + (", distilled from the dense model" if distilled else "")
     assert f"| method | {method} |" in card.text
     assert "| trained | 30 steps of 3 windows of 16 tokens of text.txt |" in card.text
-    assert "distprune finetune model --eval text.txt" in card.text
+    assert "distprune finetune model --data text.txt" in card.text
     assert sorted(path.name for path in Path(job.output).parent.iterdir()) == ["out"]
 
 
@@ -148,55 +146,13 @@ def test_a_batch_in_bfloat16_on_two_ranks(pool: ProcessPool, job: FinetuneJob) -
     assert losses != exact
 
 
-def test_killed_and_resumed_it_ends_with_the_same_bytes(pool: ProcessPool, tmp_path: Path, job: FinetuneJob) -> None:
-    whole = dataclasses.replace(job, output=str(tmp_path / "whole"))
-    expected = pool.run(2, run_on_rank, whole)
-    saving = dataclasses.replace(job, save_every=0.0)
-    assert pool.run(2, run_on_rank, saving, 3) == ["killed"] * 2
-    folder = tmp_path / ".out.unfinished"
-    assert sorted(path.name for path in folder.iterdir()) == ["journal.jsonl", "state-2"]
-    again = dataclasses.replace(saving, resume=True)
-    for error in pool.run(2, run_on_rank, saving):
-        assert error.startswith("FileExistsError: ")
-        assert "pass resume=True" in error
-    others: list[dict[str, Any]] = [{"steps": 7}, {"learning_rate": 0.1}, {"seed": 1}]
-    for changed in others:
-        for error in pool.run(2, run_on_rank, dataclasses.replace(again, **changed)):
-            assert "cannot be resumed, the job was another" in error
-            assert f"--{next(iter(changed)).replace('_', '-')}: " in error
-    assert pool.run(2, run_on_rank, again, 2) == ["killed"] * 2
-    assert pool.run(2, run_on_rank, again) == expected
-    assert contents(Path(job.output)) == contents(tmp_path / "whole")
-    assert json.loads((tmp_path / "out" / "report.json").read_text())["training"]["resumed_at"] == 3
-    assert not list(tmp_path.glob(".*"))
-    for error in pool.run(2, run_on_rank, again):
-        assert "nothing is left to resume" in error
-
-
-@pytest.mark.whole
 def test_resumed_on_another_number_of_ranks(pool: ProcessPool, tmp_path: Path, job: FinetuneJob) -> None:
     expected = run_finetune_job(dataclasses.replace(job, output=str(tmp_path / "whole"))).work.losses
     saving = dataclasses.replace(job, save_every=0.0)
     assert pool.run(2, run_on_rank, saving, 4) == ["killed"] * 2
+    names = {path.name for path in left(job).iterdir() if not path.name.startswith("before")}
+    assert names == {"model", "recipe.json", "state-3", "training.json"}
     assert run_on_rank(0, dataclasses.replace(saving, resume=True)) == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.whole
-def test_killed_after_the_output_has_appeared(
-    job: FinetuneJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def die(*arguments: Any, **more: Any) -> None:
-        publish(*arguments, **more)
-        raise Killed
-
-    saving = dataclasses.replace(job, save_every=0.0)
-    with monkeypatch.context() as patch:
-        patch.setattr(unfinished, "publish", die)
-        with pytest.raises(Killed):
-            run_finetune_job(saving)
-    assert (tmp_path / ".out.unfinished" / "state-5").exists()
-    run_finetune_job(dataclasses.replace(saving, overwrite=True))  # what is left is known to be ours
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_the_time_that_was_spent_counts(job: FinetuneJob, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,32 +189,6 @@ def test_saves_that_take_long_leave_time_to_train(job: FinetuneJob, monkeypatch:
     monkeypatch.setattr(finetune, "_save", save_slowly)
     run_finetune_job(dataclasses.replace(job, save_every=2.0))
     assert saved_after == [2, 4]
-
-
-def flip_a_bit(folder: Path) -> None:
-    path = next((folder / "state-2").iterdir())
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
-def test_a_damaged_state_is_refused(job: FinetuneJob, tmp_path: Path) -> None:
-    saving = dataclasses.replace(job, save_every=0.0, resume=True)
-    assert run_on_rank(0, saving, 3) == "killed"
-    folder = tmp_path / ".out.unfinished"
-    killed = shutil.copytree(folder, tmp_path / "killed")
-    spoils: list[tuple[Callable[[Path], object], str]] = [
-        (flip_a_bit, "state-2 is not as it was written; remove"),
-        (lambda folder: shutil.rmtree(folder / "state-2"), "state-2 is not as it was written; remove"),
-        (lambda folder: (folder / "notes.txt").touch(), "notes.txt is not from this job"),
-        (lambda folder: (folder / "journal.jsonl").write_text("no journal\n"), "journal.jsonl is damaged"),
-    ]
-    for spoil, message in spoils:
-        shutil.rmtree(folder)
-        shutil.copytree(killed, folder)
-        spoil(folder)
-        assert message in run_on_rank(0, saving)
-        assert not Path(job.output).exists()
 
 
 def other_tokens(job: FinetuneJob, tmp_path: Path) -> FinetuneJob:
@@ -354,8 +284,3 @@ def test_a_loss_that_is_no_number_keeps_the_last_state(job: FinetuneJob, tmp_pat
     assert error.startswith("ValueError: step 2: the loss is ")
     assert error.endswith("the state after step 1 is kept")
     assert (tmp_path / ".out.unfinished" / "state-1").exists()
-
-
-def test_a_watcher_that_fails_on_one_rank_ends_the_job_on_all(pool: ProcessPool, job: FinetuneJob) -> None:
-    ends_where_a_watcher_fails(pool, run_finetune_job, job, "training")
-    assert not Path(job.output).exists()

@@ -1,399 +1,232 @@
-"""What goes wrong outside of a job: no mishap costs what is done, nor what is the user's. A row for each job."""
+"""What goes wrong with a job, and outside of it: no mishap costs what is done, nor what is the user's. A row a job."""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
+import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
-from typing_extensions import override
+import torch
+from safetensors.torch import load_file
 
-from distprune.checkpoint import hf_directory
-from distprune.checkpoint.output_lock import locking
-from distprune.checkpoint.outputs import publish
-from distprune.collectives.communicator import Alone
-from distprune.jobs import (
-    FinetuneJob,
-    OneShotJob,
-    PruneJob,
-    SampleJob,
-    ShrinkJob,
-    StreamedJob,
-    Watcher,
-    run_finetune_job,
-    run_one_shot_job,
-    run_prune_job,
-    run_sample_job,
-    run_shrink_job,
-    run_streamed_job,
-    stretches,
-    unfinished,
-)
-from tests.jobs.test_one_shot import Killed
-from tests.jobs.test_prune import Heard
-from tests.sampling import only_whole
-from tests.small_job import small_finetune_job, small_job, small_shrink_job
+from tests.jobs.jobs_of_a_kind import KINDS, RESUMABLE, RUN, files, left, run, run_on_rank
+from tests.jobs.test_prune import Heard, ends_where_a_watcher_fails
+from tests.sampling import only_whole, pairs_first
+from tests.worlds import ProcessPool, run_threads
 
-RUN: dict[type, Callable[..., Any]] = {
-    PruneJob: run_prune_job,
-    OneShotJob: run_one_shot_job,
-    ShrinkJob: run_shrink_job,
-    FinetuneJob: run_finetune_job,
-    StreamedJob: run_streamed_job,
-    SampleJob: run_sample_job,
-}
-RESUMABLE = ("one-shot", "shrink", "finetune", "streamed")
 # What may be another when a job goes on: it changes no bit of what is written.
 FREE: dict[str, dict[str, Any]] = {
-    "one-shot": {"offload": True},
-    "shrink": {"offload": True, "speed": False},
+    "one-shot": {"offload": True, "evaluation_tokens": 99},
+    "shrink": {"offload": True},
     "finetune": {"save_every": 9.0},
     "streamed": {"sync_files": False},
+}
+OTHERS: dict[str, dict[str, Any]] = {  # another recipe
+    "one-shot": {"samples": 2, "seed": 3, "targets": "dense", "dtype": torch.bfloat16},
+    "shrink": {"mlp": 0.5},
+    "finetune": {"steps": 7, "learning_rate": 0.1},
+    "streamed": {"method": "random"},
 }
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut tiny files into stretches, and draw nothing, which takes longer than all else."""
-    monkeypatch.setattr(stretches, "_STRETCH_BYTES", 6000)
+    """Draw nothing, which takes longer than all else."""
     monkeypatch.setattr("distprune.jobs.run.can_draw", lambda _: False)
 
 
-@pytest.fixture(scope="session")
-def pruned(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("to tune") / "model"
-    run_prune_job(PruneJob(model=str(model_folder), output=str(folder), sparsity=0.5))
-    return folder
-
-
-@pytest.fixture
-def make(model_folder: Path, pruned: Path, text_file: Path, tmp_path: Path) -> Callable[[str], Any]:
-    """Makes the job of a kind, over a copy of its model, which a test may spoil."""
-
-    def make(kind: str) -> Any:
-        model = tmp_path / "model"
-        shutil.copytree(pruned if kind == "finetune" else model_folder, model)
-        job: Any
-        if kind == "one-shot":
-            job = small_job(model, text_file, tmp_path)
-            job = dataclasses.replace(job, method="wanda", calibration="self", own_words=None)
-        elif kind == "shrink":
-            job = dataclasses.replace(small_shrink_job(model, text_file, tmp_path, mlp=0.75), speed=True)
-        elif kind == "finetune":
-            job = dataclasses.replace(small_finetune_job(model, text_file, tmp_path, steps=5), save_every=0.0)
-        elif kind == "sample":
-            (tmp_path / "outputs").mkdir()
-            job = SampleJob(model=str(model), output="", samples=2, sequence_length=8)
-        else:
-            job = {"prune": PruneJob, "streamed": StreamedJob}[kind](model=str(model), output="", pattern="2:4")
-        return dataclasses.replace(job, output=str(tmp_path / "outputs" / "out"))
-
-    return make
-
-
-class Dies(Heard):
-    """Is killed when a block is done, or some steps or stretches are."""
-
-    @override
-    def block(self, report: Mapping[str, Any], num_blocks: int) -> None:
-        raise Killed
-
-    @override
-    def progress(self, stage: str, unit: str, done: int, total: int) -> None:
-        if stage in ("training", "pruning") and 2 * done > total:
-            raise Killed
-
-
-def run(job: Any, watcher: Watcher | None = None) -> Any:
-    return RUN[type(job)](job, watcher=watcher)
-
-
-def kill(job: Any) -> list[str]:
-    """Run the job until it dies; return what it said."""
-    dies = Dies()
-    with pytest.raises(Killed):
-        run(job, dies)
-    assert (left(job) / "journal.jsonl").stat().st_size
-    return dies.said
-
-
-def goes_on(job: Any) -> str:
-    return f"what is done is kept in {left(job)}; resume=True (--resume) goes on with it"
-
-
-def left(job: Any) -> Path:
-    return Path(job.output).with_name(".out.unfinished")
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    """Return every file in it and below, but for reports, which hold times."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != "report.json"]
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-
-
-def whole(job: Any) -> dict[str, bytes]:
-    """Return what the job writes if nothing happens to it."""
-    other = Path(job.output).parents[1] / "whole" / Path(job.output).name
-    run(dataclasses.replace(job, output=str(other)))
-    return files(other)
-
-
 @pytest.fixture(scope="module")
-def expected() -> Callable[[Any], dict[str, bytes]]:
-    """Returns what a job writes over a model that nobody has spoilt, which is run once."""
-    known: dict[type, dict[str, bytes]] = {}
+def expected(pool: ProcessPool) -> Callable[..., dict[str, bytes]]:
+    """Returns what a job writes on so many ranks over a model that nobody has spoilt, which is run once."""
+    known: dict[tuple[type, int], dict[str, bytes]] = {}
 
-    def of_job(job: Any) -> dict[str, bytes]:
-        if type(job) not in known:
-            known[type(job)] = whole(dataclasses.replace(job, speed=False) if isinstance(job, ShrinkJob) else job)
-        return known[type(job)]
+    def of_job(job: Any, num_ranks: int = 1) -> dict[str, bytes]:
+        key = (type(job), num_ranks)
+        if key not in known:
+            other = Path(job.output).parents[1] / "whole" / Path(job.output).name
+            whole = dataclasses.replace(job, output=str(other))
+            assert pool.run(num_ranks, run_on_rank, whole) == [""] * num_ranks
+            known[key] = files(other)
+        return known[key]
 
     return of_job
 
 
-@pytest.mark.parametrize("kind", ["prune", *RESUMABLE])
-def test_sub_folders_come_along(make: Callable[[str], Any], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = make(kind)
-    model, output = Path(job.model), Path(job.output)
-    carried = {"additional_chat_templates/rag.jinja", "1_Pooling/config.json", "notes/2026/why.txt"}
-    monkeypatch.setattr(hf_directory, "_MAX_SMALL_FILE", 2_000)
-    for name in (*carried, "original/params.json", "original/weights.pth", ".cache/state.json", "data/a", "data/b"):
-        (model / name).parent.mkdir(parents=True, exist_ok=True)
-        (model / name).write_text("a" * 1_500 if name.startswith("data") else f"of {name}")
-    if kind != "prune":
-        kill(job)
-        job = dataclasses.replace(job, resume=True, **({"speed": False} if kind == "shrink" else {}))
-    run(job)
+def is_whole(job: Any, wanted: dict[str, bytes], *, exactly: bool = True) -> bool:
+    """Whether the output is what is ``wanted``, and nothing is left beside it; if not ``exactly``, but for rounding."""
+    output = Path(job.output)
     written = files(output)
-    assert {name for name in written if "/" in name} == carried
-    assert all(written[name] == f"of {name}".encode() for name in carried)
-    run(dataclasses.replace(job, overwrite=True))  # they are known to be copies
-    assert files(output) == written
-    (output / "1_Pooling" / "mine.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"1_Pooling/mine\.txt"):
-        run(dataclasses.replace(job, overwrite=True))
-    assert [path.name for path in output.parent.iterdir()] == ["out"]
+    if not exactly:
+        assert written.keys() == wanted.keys()
+        other = output.with_name("wanted")
+        other.mkdir()
+        for name in [name for name in wanted if name.endswith(".safetensors")]:
+            (other / name).write_bytes(wanted[name])
+            for key, tensor in load_file(output / name).items():
+                torch.testing.assert_close(tensor, load_file(other / name)[key], rtol=1e-3, atol=1e-5)
+        shutil.rmtree(other)
+    return (not exactly or written == wanted) and [path.name for path in output.parent.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(("kind", "item", "num_ranks"), pairs_first([*RESUMABLE], [0, 1], [(2, 2), (1, 2), (2, 1)]))
+@pytest.mark.sampled(6)
+def test_killed_it_goes_on_also_on_other_ranks(
+    make: Callable[[str], Any],
+    expected: Callable[..., dict[str, bytes]],
+    pool: ProcessPool,
+    kind: str,
+    item: int,
+    num_ranks: tuple[int, int],
+) -> None:
+    job, (first, second) = make(kind), num_ranks
+    again = dataclasses.replace(job, resume=True)
+    assert pool.run(first, run_on_rank, again, item) == ["killed"] * first  # with nothing there it begins
+    assert not Path(job.output).exists()
+    before, others = files(left(job)), OTHERS[kind] if item else {}
+    for error in pool.run(second, run_on_rank, job) if item else ():
+        assert error.startswith("FileExistsError: ")
+        assert "pass resume=True to go on with it" in error
+    for name, value in others.items():
+        for error in pool.run(second, run_on_rank, dataclasses.replace(again, **{name: value})):
+            assert error.startswith("ValueError: ")
+            assert "cannot be resumed, the job was another: --" + name.replace("_", "-") in error
+    assert files(left(job)) == before
+    assert pool.run(second, run_on_rank, dataclasses.replace(again, **FREE[kind])) == [""] * second
+    assert is_whole(job, expected(job, second), exactly=first == second)
+    report = json.loads((Path(job.output) / "report.json").read_text())
+    work = report.get("removal") or report.get("training") or report["pruning"]
+    assert work.get("resumed_at", item) == item
+    for error in pool.run(second, run_on_rank, again):
+        assert error == f"FileExistsError: nothing is left to resume: {job.output} is finished, it holds a report.json"
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def spoil(path: Path) -> None:
+    path.write_bytes(b"x" * 40 + path.read_bytes()[40:])
+
+
+@pytest.mark.parametrize(("kind", "damage"), pairs_first([*RESUMABLE], [cut, spoil, Path.unlink]))
+@pytest.mark.sampled(5)
+def test_a_damaged_file_is_made_again_or_named(
+    make: Callable[[str], Any],
+    expected: Callable[..., dict[str, bytes]],
+    pool: ProcessPool,
+    kind: str,
+    damage: Callable[[Path], None],
+) -> None:
+    job = make(kind)
+    assert run_on_rank(0, job, 1) == "killed"
+    written = {"one-shot": "model/model.layers.0.*", "shrink": "blocks/model.layers.0.*", "finetune": "state-1/*"}
+    damage(min(left(job).glob(written.get(kind, "model/*.safetensors"))))
+    again, heard = dataclasses.replace(job, resume=True), Heard()
+    if kind == "finetune":
+        for error in pool.run(2, run_on_rank, again):
+            assert error.startswith("ValueError: ")
+            assert "state-1 is not as it was written, remove" in error
+        return
+    run(again, heard)
+    assert any("damaged" in said for said in heard.said)
+    assert is_whole(job, expected(job))
 
 
 @pytest.mark.parametrize("kind", RESUMABLE)
-def test_what_does_not_change_the_result_may_change(
-    make: Callable[[str], Any], kind: str, expected: Callable[[Any], Any]
-) -> None:
+def test_a_damaged_record_is_named(make: Callable[[str], Any], pool: ProcessPool, kind: str) -> None:
     job = make(kind)
-    kill(job)
-    run(dataclasses.replace(job, resume=True, overwrite=True, **FREE[kind]))
-    assert files(Path(job.output)) == expected(job)
+    assert run_on_rank(0, job, 1) == "killed"
+    record = next(path for path in left(job).glob("*.json") if path.name != "recipe.json")
+    record.write_text("no record")
+    for error in pool.run(2, run_on_rank, dataclasses.replace(job, resume=True)):
+        assert f"{record.name} is corrupt: it holds no JSON" in error
 
 
 @pytest.mark.parametrize("kind", RESUMABLE)
-def test_interrupted_it_says_how_to_go_on(make: Callable[[str], Any], kind: str) -> None:
+def test_a_folder_that_is_not_ours_is_left(make: Callable[[str], Any], kind: str) -> None:
     job = make(kind)
-    assert kill(job)[-1] == goes_on(job)
-
-
-@pytest.mark.parametrize("kind", ["prune", *RESUMABLE])
-def test_an_output_that_another_job_has_filled_is_seen_before_the_work(
-    make: Callable[[str], Any], kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = make(kind)
-    output = Path(job.output)
-
-    def filled(*_: object) -> str:
-        if not output.exists():
-            shutil.copytree(job.model, output)
-        return ""
-
-    monkeypatch.setattr("distprune.jobs.run.sample_together", filled)
-    monkeypatch.setattr("distprune.jobs.run.load_model", lambda *_, **__: pytest.fail("loaded"))
-    monkeypatch.setattr("distprune.jobs.streamed.StreamedPruning", lambda *_, **__: pytest.fail("chosen"))
-    with pytest.raises(FileExistsError, match="is not empty; name another or pass overwrite=True"):
+    left(job).mkdir(parents=True)
+    (left(job) / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="holds more than a job has written; move it away"):
         run(job)
-    assert files(output) == files(Path(job.model))
-    assert [path.name for path in output.parent.iterdir()] == ["out"]
+    assert files(left(job)) == {"notes.txt": b"mine"}
 
 
-class Fills(Heard):
-    """Has somebody fill the output with a model while the job works."""
+def run_with_full_disk(rank: int, job: Any, full_rank: int, num_writes: int) -> str:
+    """Run the job; on ``full_rank`` the disk is full after so many writes."""
+    room = [num_writes] if rank == full_rank else [1 << 20]
+    write = os.pwrite
 
-    def __init__(self, job: Any) -> None:
-        super().__init__()
-        self.job = job
+    def until_full(*arguments: Any) -> int:
+        room[0] -= 1
+        if room[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(*arguments)
 
-    @override
-    def progress(self, stage: str, unit: str, done: int, total: int) -> None:
-        if stage in ("loading", "pruning") and not Path(self.job.output).exists():
-            shutil.copytree(self.job.model, self.job.output)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", until_full)
+        return run_on_rank(rank, job)
 
 
-@pytest.mark.parametrize("kind", RESUMABLE)
-def test_an_output_that_is_filled_while_a_job_works_costs_nothing(
-    make: Callable[[str], Any], kind: str, expected: Callable[[Any], Any]
+@pytest.mark.parametrize(("kind", "full_rank", "num_writes"), pairs_first([*KINDS], [0, 1], [0, 12]))
+@pytest.mark.sampled(5)
+def test_a_full_disk(
+    make: Callable[[str], Any],
+    expected: Callable[..., dict[str, bytes]],
+    pool: ProcessPool,
+    kind: str,
+    full_rank: int,
+    num_writes: int,
 ) -> None:
-    job = dataclasses.replace(make(kind), **({"speed": False} if kind == "shrink" else {}))
-    with pytest.raises(FileExistsError, match="filled by someone else meanwhile"):
-        run(job, Fills(job))
-    assert files(Path(job.output)) == files(Path(job.model))
-    for again, message in (({}, "pass overwrite=True"), ({"overwrite": True}, "pass resume=True")):
-        with pytest.raises(FileExistsError, match=message):
-            run(dataclasses.replace(job, **again))
-    with pytest.raises(FileExistsError, match="pass overwrite=True"):
-        run(dataclasses.replace(job, resume=True))
-    run(dataclasses.replace(job, resume=True, overwrite=True))
-    assert files(Path(job.output)) == expected(job)
-    assert [path.name for path in Path(job.output).parent.iterdir()] == ["out"]
-
-
-@pytest.mark.parametrize("kind", RESUMABLE)
-def test_killed_when_its_output_is_there_nothing_is_in_the_way(
-    make: Callable[[str], Any], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = dataclasses.replace(make(kind), **({"speed": False} if kind == "shrink" else {}))
-    output = Path(job.output)
-
-    def die(*arguments: Any, **more: Any) -> None:
-        publish(*arguments, **more)
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(unfinished, "publish", die)
-        with pytest.raises(Killed):
-            run(job)
-    assert (output / "journal.jsonl").exists()
-    before = files(output.parent)
-    again = PruneJob(model=job.model, output=job.output, sparsity=0.75, overwrite=True)
-    for other in (job, again):
-        with locking(Alone(), output), pytest.raises(OSError, match="is being written by process"):
-            run(other)  # nothing is removed while another job is at work
-    assert files(output.parent) == before
-    onward = PruneJob(model=str(output), output=str(tmp_path / "onward"), sparsity=0.75)
-    run(onward)
-    assert not {"journal.jsonl", "own_words.tokens"} & files(tmp_path / "onward").keys()
-    run(again)
-    assert [path.name for path in output.parent.iterdir()] == ["out"]
-    assert not {"journal.jsonl", "own_words.tokens"} & files(output).keys()
+    job = make(kind)
+    for error in pool.run(2, run_with_full_disk, job, full_rank, num_writes):
+        assert error.startswith("OSError: ")
+        assert "cannot write '" in error
+        assert "No space left on device" in error
+    assert not Path(job.output).exists()
+    assert left(job).exists() == (kind != "prune" and (kind != "streamed" or num_writes > 0))
+    assert pool.run(2, run_on_rank, job if kind == "prune" else dataclasses.replace(job, resume=True)) == ["", ""]
+    assert is_whole(job, expected(job, 2))
 
 
 @pytest.mark.parametrize(
-    ("kind", "goes_on_then"),
-    [*((kind, True) for kind in RESUMABLE), ("one-shot", False), *(only_whole(kind, False) for kind in RESUMABLE[1:])],
+    ("kind", "stage"),
+    [
+        *(("prune", "saving"), ("one-shot", "model.layers.1"), ("shrink", "model.layers.0")),
+        *(("finetune", "training"), ("streamed", "pruning")),
+    ],
 )
-def test_an_error_that_the_input_is_not_at_fault_for_keeps_what_is_done(
-    make: Callable[[str], Any], kind: str, goes_on_then: bool, expected: Callable[[Any], Any]
+def test_a_watcher_that_fails_on_one_rank_ends_the_job_on_all(
+    make: Callable[[str], Any], pool: ProcessPool, kind: str, stage: str
 ) -> None:
     job = make(kind)
-    if goes_on_then:
-        kill(job)
-    again = dataclasses.replace(job, resume=True, **({"speed": False} if kind == "shrink" else {}))
-
-    def lacks_memory(*_: object, **__: object) -> None:
-        raise ValueError("that takes 80 GiB of 2 GiB that are free")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("distprune.jobs.run.Run.report", lacks_memory)
-        heard = Heard()
-        with pytest.raises(ValueError, match="80 GiB"):
-            run(again if goes_on_then else job, heard)
-    assert heard.said[-1] == goes_on(job)
-    assert (left(job) / "journal.jsonl").exists()
-    heard = Heard()
-    run(again, heard)
-    assert any("going on " in said and "after 0 of" not in said for said in heard.said)
-    assert files(Path(job.output)) == expected(job)
+    ends_where_a_watcher_fails(pool, RUN[type(job)], job, stage)
+    assert not Path(job.output).exists()
 
 
-@pytest.mark.parametrize("kind", RESUMABLE)
-def test_a_model_that_was_fetched_anew_is_the_same(
-    make: Callable[[str], Any], kind: str, expected: Callable[[Any], Any]
+@pytest.mark.parametrize("num_ranks", [1, only_whole(2)])
+def test_all_that_is_written_is_synced(
+    make: Callable[[str], Any], num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = dataclasses.replace(make(kind), **({"speed": False} if kind == "shrink" else {}))
-    kill(job)
-    model = Path(job.model)
-    for path in model.iterdir():
-        content = path.read_bytes()
-        path.unlink()
-        model.with_name("other").write_bytes(b"")  # takes the inode
-        path.write_bytes(content)
-        os.utime(path, ns=(1, 1))
-    run(dataclasses.replace(job, resume=True))
-    assert files(Path(job.output)) == expected(job)
+    found: Counter[str] = Counter()
+    fsync = os.fsync
 
+    def watched(descriptor: int) -> None:
+        found[Path(os.readlink(f"/proc/self/fd/{descriptor}")).name] += 1
+        fsync(descriptor)
 
-@pytest.mark.parametrize("kind", RESUMABLE)
-def test_a_model_that_is_another_one(make: Callable[[str], Any], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the bytes that are looked at do not show it."""
-    monkeypatch.setattr("distprune.checkpoint.shared_reading._SAMPLE_BYTES", 0)
-    job = dataclasses.replace(make(kind), **({"speed": False} if kind == "shrink" else {}))
-    kill(job)
-    path = Path(job.model) / "model.safetensors"
-    tensors = load_file(path)
-    tensors["model.layers.0.mlp.up_proj.weight"][0] *= -2
-    save_file(tensors, path, metadata={"format": "pt"})
-    again = dataclasses.replace(job, resume=True)
-    if kind != "streamed":
-        before = files(left(job))
-        with pytest.raises(ValueError, match=r"the job was another: .*weights as read: "):
-            run(again)
-        assert files(left(job)) == before
-        return
-    heard = Heard()
-    run(again, heard)  # all is written anew
-    assert "the weight files were changed or fetched anew: they are pruned from the beginning" in heard.said
-    assert files(Path(job.output)) == whole(job)
-
-
-@pytest.mark.parametrize("kind", RESUMABLE)
-def test_another_version_does_not_go_on(make: Callable[[str], Any], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = make(kind)
-    kill(job)
-    before = files(left(job))
-    monkeypatch.setitem(unfinished.VERSIONS, "distprune", "9.9.9")
-    with pytest.raises(ValueError, match=r"the job was another: distprune: '.*' then, '9\.9\.9' now"):
-        run(dataclasses.replace(job, resume=True))
-    assert files(left(job)) == before
-
-
-class Replaces(Watcher):
-    """Has somebody write another model over the one that is read, when half of it is."""
-
-    def __init__(self, weights: Path) -> None:
-        self.weights, self.is_done = weights, False
-
-    @override
-    def progress(self, stage: str, unit: str, done: int, total: int) -> None:
-        if stage in ("loading", "pruning") and 2 * done > total and not self.is_done:
-            other = self.weights.with_name("other")
-            save_file({name: -of for name, of in load_file(self.weights).items()}, other, metadata={"format": "pt"})
-            other.replace(self.weights)
-            self.is_done = True
-
-
-@pytest.mark.parametrize("kind", ["prune", "sample", *RESUMABLE])
-def test_a_model_that_is_replaced_while_it_is_read(make: Callable[[str], Any], kind: str) -> None:
-    job = make(kind)
-    weights = Path(job.model) / "model.safetensors"
-    with pytest.raises(OSError, match=r"model\.safetensors was changed or replaced while it was read"):
-        run(job, Replaces(weights))
-    assert not Path(job.output).exists()
-    assert left(job).exists() == (kind == "streamed")  # what was written before is right
-
-
-@pytest.mark.parametrize("kind", ["one-shot", "shrink", "finetune"])
-def test_own_words_of_another_tokenizer(make: Callable[[str], Any], kind: str, tmp_path: Path) -> None:
-    job = make(kind)
-    other = Path(shutil.copytree(job.model, tmp_path / "other"))
-    tokenizer = (other / "tokenizer.json").read_text()
-    (other / "tokenizer.json").write_text(tokenizer.replace('"a":', '"A":'))
-    for model in (other, Path(job.model)):
-        sampling = SampleJob(model=str(model), output=str(tmp_path / f"words of {model.name}"), samples=2)
-        run_sample_job(dataclasses.replace(sampling, sequence_length=16))
-    texts = {"data": "self"} if kind == "finetune" else {"calibration": "self", "samples": None}
-    job = dataclasses.replace(job, **texts, **({"own_words": None, "speed": False} if kind == "shrink" else {}))
-    with pytest.raises(ValueError, match=r"was written with another tokenizer than the model's, by other"):
-        run(dataclasses.replace(job, own_words_file=str(tmp_path / "words of other")))
-    assert not Path(job.output).exists()
-    run(dataclasses.replace(job, own_words_file=str(tmp_path / "words of model")))
+    monkeypatch.setattr(os, "fsync", watched)
+    job = make("streamed")
+    run_threads(num_ranks, lambda _: run(job))
+    names = {name.removeprefix(".").removesuffix(".partial-distprune") for name in found}
+    assert names >= files(Path(job.output)).keys() | {"model", "outputs", "report.json", "recipe.json"}
+    found.clear()
+    run(dataclasses.replace(job, overwrite=True, sync_files=False))
+    assert found.keys() <= {".recipe.json.partial-distprune"}

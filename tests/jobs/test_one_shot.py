@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,14 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from distprune import Block, NByM, PerRow, Unstructured
-from distprune.calibration.window_gradients import WindowGradients
 from distprune.checkpoint import stored_slices
-from distprune.checkpoint.hf_save import ModelWriter
 from distprune.checkpoint.inspect import inspect_directory
 from distprune.cli import main
 from distprune.jobs import OneShotJob, run_one_shot_job
 from distprune.jobs.run import REPORT_NAME
 from tests.hf_models import make_model, make_tokenizer
+from tests.jobs.jobs_of_a_kind import run_on_rank
 from tests.jobs.test_prune import contents
-from tests.sampling import pairs_first
 from tests.small_job import small_job
 from tests.worlds import ProcessPool
 
@@ -30,42 +27,6 @@ from tests.worlds import ProcessPool
 @pytest.fixture
 def job(model_folder: Path, text_file: Path, tmp_path: Path) -> OneShotJob:
     return dataclasses.replace(small_job(model_folder, text_file, tmp_path), samples=5, sequence_length=24)
-
-
-NUM_BLOCKS = 2
-
-
-class Killed(SystemExit):
-    """What a signal does, as far as the code under it can tell: no handler for exceptions sees it."""
-
-
-def run_on_rank(_: int, job: OneShotJob, dies_in_block: int | None) -> str:
-    """Run this rank's job; return the error as text, or nothing.
-
-    It may die while it writes a block, or after all; if it fits blocks, in the middle of that.
-    """
-    write, add_up = ModelWriter.write, WindowGradients.add_up
-
-    def dying(self: ModelWriter, prefixes: Sequence[str] | None = None, **more: Any) -> None:
-        if prefixes == ([f"model.layers.{dies_in_block}"] if dies_in_block != NUM_BLOCKS else None):
-            raise Killed
-        write(self, prefixes, **more)
-
-    def dying_in_fit(self: WindowGradients, *arguments: Any) -> None:
-        if self._block_name == f"model.layers.{dies_in_block}" and self._windows:
-            raise Killed
-        add_up(self, *arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelWriter, "write", dying)
-        patch.setattr(WindowGradients, "add_up", dying_in_fit)
-        try:
-            run_one_shot_job(job)
-        except Killed:
-            return "killed"
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def test_every_tensor_is_written_once(job: OneShotJob, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +62,7 @@ def test_inspect_finds_the_pattern_in_every_pruned_matrix(
     model = make_model(tmp_path / "model", hidden_size=24, intermediate_size=40)
     make_tokenizer(model)
     job = dataclasses.replace(job, model=str(model), method=method, pattern=pattern)
-    assert pool.run(2, run_on_rank, job, None) == ["", ""]
+    assert pool.run(2, run_on_rank, job) == ["", ""]
     report = json.loads((Path(job.output) / REPORT_NAME).read_text())
     pruned = {f"{of_layer['name']}.weight" for block in report["pruning"]["blocks"] for of_layer in block["layers"]}
     assert len(pruned) == 14
@@ -116,38 +77,6 @@ def test_inspect_finds_the_pattern_in_every_pruned_matrix(
     if pattern == NByM(4, 8):  # weaker than 2:4, and it shows
         assert not all("2:4" in tensors[name]["patterns"] for name in pruned)
     assert all(not tensor["patterns"] for name, tensor in tensors.items() if name not in pruned)
-
-
-@pytest.mark.parametrize(
-    ("method", "dies_in_block", "world_size"), pairs_first(["wanda", "admm", "permuted"], [0, 1], [2, 1])
-)
-@pytest.mark.sampled(1)
-def test_a_killed_job_goes_on_to_the_same_bytes(
-    pool: ProcessPool, tmp_path: Path, job: OneShotJob, method: Any, dies_in_block: int, world_size: int
-) -> None:
-    if method == "permuted":
-        job = dataclasses.replace(job, method="admm", pattern=NByM(2, 4), permute="channels")
-    else:
-        job = dataclasses.replace(job, method=method)
-    whole = dataclasses.replace(job, output=str(tmp_path / "whole"))
-    assert pool.run(world_size, run_on_rank, whole, None) == [""] * world_size
-    assert pool.run(world_size, run_on_rank, job, dies_in_block) == ["killed"] * world_size
-    assert not Path(job.output).exists()
-    again = dataclasses.replace(job, resume=dies_in_block > 0)
-    if dies_in_block:
-        for error in pool.run(world_size, run_on_rank, job, None):
-            assert "FileExistsError" in error
-            assert "resume=True" in error
-        for changed in ({"samples": 4}, {"pattern": NByM(4, 8)}, {"method": "magnitude"}, {"seed": 3}):
-            for error in pool.run(world_size, run_on_rank, dataclasses.replace(again, **changed), None):
-                assert "cannot be resumed" in error
-                assert next(iter(changed)) in error
-    assert pool.run(world_size, run_on_rank, again, None) == [""] * world_size
-    assert contents(Path(job.output)) == contents(tmp_path / "whole")
-    assert not list(tmp_path.glob(".*"))
-    report = json.loads((Path(job.output) / REPORT_NAME).read_text())
-    assert report["pruning"]["resumed_at"] == dies_in_block
-    assert [block["index"] for block in report["pruning"]["blocks"]] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -184,18 +113,24 @@ def test_shares(job: OneShotJob, method: Any, pattern: Any, allocation: Any, by:
     assert f"self_attn.q_proj {min(of_q):.1%}" in card
 
 
-@pytest.mark.whole
-def test_a_resumed_job_goes_on_with_the_shares_of_the_dense_model(
-    pool: ProcessPool, tmp_path: Path, job: OneShotJob
+@pytest.mark.parametrize("method", ["shared", "admm", "permuted"])
+@pytest.mark.sampled(1)
+def test_killed_and_resumed_it_ends_with_the_same_bytes(
+    pool: ProcessPool, tmp_path: Path, job: OneShotJob, method: str
 ) -> None:
-    job = dataclasses.replace(job, method="wanda", pattern=PerRow(0.7))
+    changes: dict[str, Any] = {
+        "shared": {"method": "wanda", "pattern": PerRow(0.7), "allocation": "gradients"},  # of the dense model
+        "admm": {"method": "admm"},
+        "permuted": {"method": "admm", "pattern": NByM(2, 4), "permute": "channels"},
+    }
+    job = dataclasses.replace(job, **changes[method])
     whole = dataclasses.replace(job, output=str(tmp_path / "whole"))
-    assert pool.run(2, run_on_rank, whole, None) == ["", ""]
+    assert pool.run(2, run_on_rank, whole) == ["", ""]
     assert pool.run(2, run_on_rank, job, 1) == ["killed", "killed"]
-    for error in pool.run(2, run_on_rank, dataclasses.replace(job, resume=True, allocation="uniform"), None):
-        assert "allocation: None then, 'uniform' now" in error
-    assert pool.run(2, run_on_rank, dataclasses.replace(job, resume=True), None) == ["", ""]
+    assert pool.run(2, run_on_rank, dataclasses.replace(job, resume=True)) == ["", ""]
     assert contents(Path(job.output)) == contents(tmp_path / "whole")
+    report = json.loads((Path(job.output) / REPORT_NAME).read_text())
+    assert [block["index"] for block in report["pruning"]["blocks"]] == [0, 1]
 
 
 def test_calibration_text_that_is_too_short(job: OneShotJob, tmp_path: Path) -> None:

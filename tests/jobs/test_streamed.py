@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import itertools
 import json
 import os
 import shutil
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from distprune.checkpoint import stored_slices
-from distprune.checkpoint.hf_directory import open_directory
-from distprune.checkpoint.stored_slices import write_chunk
-from distprune.jobs import PruneJob, StreamedJob, run_prune_job, run_streamed_job, stretches
-from distprune.jobs.journal import JOURNAL_NAME, Journal
-from distprune.jobs.stretches import STRETCH, StretchWriter
+from distprune.jobs import PruneJob, StreamedJob, run_prune_job, run_streamed_job
+from distprune.jobs.streamed import FileWriter
 from distprune.pruning import streamed
 from distprune.shards import device
 from tests.families import family_model
@@ -54,10 +48,9 @@ ALIKE = ("global", "2:4", "row", "block", "all", "none")  # for which that does 
 
 @pytest.fixture(autouse=True)
 def many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut tiny tensors into pieces, and tiny files into stretches."""
+    """Cut tiny tensors into pieces."""
     monkeypatch.setattr(streamed, "_PIECE_NUMEL", 300)
-    monkeypatch.setattr(stretches, "_COPY_NUMEL", 300)
-    monkeypatch.setattr(stretches, "_STRETCH_BYTES", 2000)
+    monkeypatch.setattr("distprune.jobs.streamed._COPY_NUMEL", 300)
 
 
 @pytest.fixture(scope="module")
@@ -121,47 +114,6 @@ def test_same_bytes_as_the_job_that_loads_the_model(models: Path, tmp_path: Path
     assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("model", ["llama", "mixtral"])
-def test_all_is_read_ahead_by_the_rank_that_needs_it(
-    models: Path, tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: dict[Path, list[tuple[int, int]]] = {}
-
-    def read_ahead(path: Path, ranges: Sequence[tuple[int, int]]) -> None:
-        asked.setdefault(path, []).extend(ranges)
-        stored_slices.read_ahead(path, ranges)
-
-    monkeypatch.setattr(stretches, "read_ahead", read_ahead)
-    job = StreamedJob(model=str(models / model), output=str(tmp_path / "out"), **CASES["2:4"])
-    run_threads(3, on_rank, job)
-    for file in open_directory(models / model).weight_files:
-        of_file = sorted(asked[file.path])
-        assert (of_file[0][0], of_file[-1][1]) == (file.tensors[0].start, file.tensors[-1].stop)
-        assert all(start <= stop for (_, stop), (start, _) in itertools.pairwise(of_file))
-        assert sum(stop - start for start, stop in of_file) < 1.5 * file.tensors[-1].stop
-
-
-@pytest.mark.parametrize("sync_files", [True, False])
-def test_waits_for_the_disk_or_not(
-    models: Path, tmp_path: Path, sync_files: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced, fsync = [], os.fsync
-
-    def watched(descriptor: int) -> None:
-        synced.append(Path(f"/proc/self/fd/{descriptor}").resolve().name)
-        fsync(descriptor)
-
-    job = StreamedJob(model=str(models / "llama"), output=str(tmp_path / "out"), sync_files=sync_files, **CASES["2:4"])
-    interrupted(job, 16, monkeypatch)
-    assert any("going on after" in said and "after 0 of" not in said for said in resumed(job))
-    shutil.rmtree(tmp_path / "out")
-    monkeypatch.setattr(os, "fsync", watched)
-    run_streamed_job(job)
-    files = {path.name for path in (tmp_path / "out").glob("*.safetensors")}
-    of_weights = [name for name in synced if name in files]
-    assert (len(of_weights) > 2 * len(files) and synced.count(JOURNAL_NAME) > 2) if sync_files else not synced
-
-
 @pytest.mark.parametrize("case", ["global", "2:4", "row", "block", "channels"])
 @pytest.mark.sampled(2)
 def test_several_threads_of_a_rank(models: Path, tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,13 +121,13 @@ def test_several_threads_of_a_rank(models: Path, tmp_path: Path, case: str, monk
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     arguments = {"model": str(models / "llama"), **CASES[case]}
     run_prune_job(PruneJob(**arguments, output=str(tmp_path / "loaded")))
-    threads, write_piece = set(), StretchWriter._write
+    threads, write_piece = set(), FileWriter._write
 
-    def watched(self: StretchWriter, *arguments: Any) -> Any:
+    def watched(self: FileWriter, *arguments: Any) -> Any:
         threads.add(threading.get_ident())
         return write_piece(self, *arguments)
 
-    monkeypatch.setattr(StretchWriter, "_write", watched)
+    monkeypatch.setattr(FileWriter, "_write", watched)
     run_streamed_job(StreamedJob(**arguments, output=str(tmp_path / "streamed")))
     assert threading.get_ident() not in threads
     for path in (tmp_path / "loaded").glob("*.safetensors"):
@@ -184,7 +136,7 @@ def test_several_threads_of_a_rank(models: Path, tmp_path: Path, case: str, monk
     def failing(*_: Any) -> Any:
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(StretchWriter, "_write", failing)
+    monkeypatch.setattr(FileWriter, "_write", failing)
     with pytest.raises(OSError, match="the disk is gone"):
         run_streamed_job(StreamedJob(**arguments, output=str(tmp_path / "failed")))
     assert not (tmp_path / "failed").exists()
@@ -324,73 +276,3 @@ def test_a_full_disk(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_refused_at_once(models: Path, tmp_path: Path, changes: dict[str, Any], match: str) -> None:
     job = StreamedJob(model=str(models / "gpt2"), output=str(tmp_path / "out"), **changes)
     refuses(tmp_path, job, match)
-
-
-def interrupted(job: StreamedJob, num_parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run ``job`` on two ranks, of which one fails after so many parts of tensors."""
-    with monkeypatch.context() as patch:
-        write_piece, parts, failing = StretchWriter._write, itertools.count(), threading.local()
-
-        def watched(self: StretchWriter, *arguments: Any) -> Any:
-            failing.now = self._comm.rank == 1 and next(parts) == num_parts
-            return write_piece(self, *arguments)
-
-        def write(descriptor: int, entry: Any, values: torch.Tensor, stretches: Any) -> None:
-            if failing.now:
-                raise OSError("the disk is gone")
-            write_chunk(descriptor, entry, values, stretches)
-
-        patch.setattr(StretchWriter, "_write", watched)
-        patch.setattr("distprune.jobs.stretches.write_chunk", write)
-        for error in run_threads(2, on_rank, job, catch=True):
-            assert isinstance(error, OSError)
-            assert "the disk is gone" in str(error)
-    assert not Path(job.output).exists()
-
-
-def resumed(job: StreamedJob) -> list[str]:
-    """Run ``job`` to its end on two ranks, with ``resume``; return what it said."""
-    heard = [Heard(), Heard()]
-    job = dataclasses.replace(job, resume=True)
-    run_threads(2, lambda rank: run_streamed_job(job, watcher=heard[rank]))
-    return heard[0].said
-
-
-@pytest.mark.parametrize(("model", "case"), [("llama", "global"), ("llama", "2:4"), ("mixtral", "row")])
-@pytest.mark.sampled(1)
-def test_resumed(models: Path, tmp_path: Path, model: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = StreamedJob(model=str(models / model), output=str(tmp_path / "out"), **CASES[case])
-    whole = run_streamed_job(dataclasses.replace(job, output=str(tmp_path / "whole"))).to_dict()
-    expected = contents(tmp_path / "whole")
-
-    def is_whole() -> bool:
-        found = contents(tmp_path / "out")
-        same = {name for name in expected if found.pop(name) == expected[name]}
-        report = json.loads((tmp_path / "out" / "report.json").read_text())
-        shutil.rmtree(tmp_path / "out")
-        return not found and same >= expected.keys() - {"README.md"} and pruning_of(report) == pruning_of(whole)
-
-    unfinished = tmp_path / ".out.unfinished"
-    interrupted(job, 16, monkeypatch)
-    with pytest.raises(FileExistsError, match="pass resume=True"):
-        run_threads(2, on_rank, job)
-    for error in run_threads(2, on_rank, dataclasses.replace(job, resume=True, method="random"), catch=True):
-        assert "the job was another" in str(error)
-    num_done = sum(item.kind == STRETCH for item in Journal(unfinished / JOURNAL_NAME, {}).items)
-    assert num_done > 1
-    assert any(f"going on after {num_done} of " in said for said in resumed(job))
-    assert is_whole()
-
-    interrupted(job, 16, monkeypatch)
-    first = min(unfinished.glob("*.safetensors"))
-    written = bytearray(first.read_bytes())
-    written[8 + int.from_bytes(written[:8], "little")] ^= 1  # the first byte behind the header
-    first.write_bytes(written)
-    assert any("going on after 0 of " in said for said in resumed(job))
-    assert is_whole()
-
-    interrupted(job, 16, monkeypatch)
-    (unfinished / "mine.txt").write_text("keep me")
-    for error in run_threads(2, on_rank, dataclasses.replace(job, resume=True), catch=True):
-        assert "is not from this job" in str(error)
-    assert (unfinished / "mine.txt").read_text() == "keep me"

@@ -1,0 +1,99 @@
+"""A walk through decoder blocks in a job: a finished block is a file; those that are there are read back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from distprune.checkpoint.hf_save import ModelWriter
+from distprune.checkpoint.output_files import check_room
+from distprune.collectives.agree import sum_together, together
+from distprune.jobs.files import JobFiles
+from distprune.jobs.run import Run, clock
+from distprune.models.decoder_blocks import decoder_blocks
+from distprune.oneshot.report import BlockReport
+
+_OTHERS = "model.others.safetensors"  # the tensors that are in no block
+
+
+class BlockFiles:
+    """Writes and reads back the blocks of ``model`` that a walk goes through, one file each in ``folder``.
+
+    ``layers``: their indices (``None``: all). A block is finished when its report is recorded, behind its file.
+
+    Every rank must make one: three rounds of 64 bytes; raises as :class:`ModelWriter`.
+    """
+
+    def __init__(
+        self, run: Run, files: JobFiles, model: nn.Module, folder: Path, layers: Iterable[int] | None = None
+    ) -> None:
+        self._run, self._files, self._folder = run, files, folder
+        self._writer = ModelWriter(model, run.directory, group=run.comm)
+        names = [name for name, _ in decoder_blocks(model)]
+        self._stored = self._writer.by_module(names)
+        self._names = {index: names[index] for index in (range(len(names)) if layers is None else layers)}
+        self.resumed_at = len(self._names)
+        self._goes_on = any(files.known(name) is not None for name in self._names.values())
+        with together(run.comm):
+            if run.comm.rank == 0:
+                folder.mkdir(exist_ok=True)
+                sizes = {name: self._writer.num_bytes(stored) for name, stored in self._stored.items()}
+                check_room(folder, sum(size for name, size in sizes.items() if not self._path(name).exists()))
+
+    def _path(self, name: str) -> Path:
+        return self._folder / (f"{name}.safetensors" if name else _OTHERS)
+
+    def finished(self, index: int) -> bool:
+        """Read block ``index`` back if it is done. What ``prune_blocks`` calls; every rank."""
+        number, name, say = list(self._names).index(index), self._names[index], self._run.reporter.say
+        if self._files.known(name) is not None:
+            if self._restore(name):
+                return True
+            say(f"{self._path(name)} is missing or damaged: {name} is pruned again")
+        if self._goes_on:
+            say(f"going on at block {number} of {len(self._names)}")
+        self.resumed_at = number
+        return False
+
+    def _restore(self, name: str) -> bool:
+        """Read a block back, unless its file is damaged. Every rank must call it: one round of 16 bytes."""
+
+        def read(num_damaged: torch.Tensor) -> None:
+            try:
+                self._writer.read(self._path(name), self._stored[name])
+            except (ValueError, FileNotFoundError):
+                num_damaged += 1
+
+        return not int(sum_together(self._run.comm, (1,), read))
+
+    def on_block(self, index: int, report: BlockReport, **more: Any) -> None:
+        """Write block ``index`` and record its ``report``, with ``more``. What ``prune_blocks`` calls; every rank.
+
+        Beside its stages a block's seconds have ``write``.
+        """
+        run, name = self._run, self._names[index]
+        entry: dict[str, Any] = {**report.to_dict(), **more}
+        with clock(entry["seconds"], "write"):
+            self._writer.write(self._path(name), self._stored[name])
+        # Local from here on: what one rank raises, prune_blocks raises on all.
+        self._files.record(name, entry)
+        run.reporter.block(entry, max(self._names) + 1)
+        run.reporter.check_here()
+
+    def reports(self) -> list[Mapping[str, Any]]:
+        """Return the reports of all blocks, and say so if all were done before. Local."""
+        if self.resumed_at == len(self._names):
+            self._run.reporter.say(f"going on at block {self.resumed_at} of {self.resumed_at}")
+        return [self._files.known(name) for name in self._names.values()]
+
+    def finish(self, progress: Callable[[int, int], None]) -> None:
+        """Write what is in no block, and what makes a model of the folder. Every rank must call it.
+
+        As :meth:`ModelWriter.write`, and a round of 64 bytes.
+        """
+        self._writer.write(self._path(""), self._stored[""], progress)
+        self._writer.finish(self._folder, {self._path(name).name: stored for name, stored in self._stored.items()})
