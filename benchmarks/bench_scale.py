@@ -17,7 +17,6 @@ from torch import nn
 
 from benchmarks.measure import heading, show, spread, table
 from distprune.collectives.base import Traffic
-from distprune.oneshot import moved_rows
 from tests.fake_files import PLANS
 from tests.fake_ranks import (
     CALLS,
@@ -81,7 +80,6 @@ def measured_training(prepare: Prepare, size: int, num_parameters: int, num_time
 def of_blocks(how: str, size: int, num_experts: int, num_times: int) -> list[str]:
     """Return microseconds of CPU a layer, and rounds and KiB of the first and of later blocks."""
     seconds, used = list[float](), list[Traffic]()
-    moved_rows._plans.clear()
     with fake_group(size) as comm:
         linears = fake_block(size, num_experts)
         for _ in range(1 + num_times):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -21,17 +20,14 @@ from typing_extensions import override
 
 import distprune as prune
 from distprune import NByM
-from distprune.calibration.moments import Moments
-from distprune.calibration.owner_ranks import OwnerRank
 from distprune.calibration.statistics import InputStatistics
 from distprune.collectives.base import Communicator, Op
 from distprune.models.linear_layers import LinearLayer
 from distprune.oneshot.driver import prune_rows
 from distprune.oneshot.retarget import Aim
-from distprune.oneshot.rows import Rows, whole_rows
+from distprune.oneshot.rows import whole_rows
 from distprune.oneshot.scored import Scored
-from distprune.oneshot.solver import Pruning, Solved, Solver
-from distprune.patterns.base import Pattern
+from distprune.oneshot.solver import Solver
 from distprune.scores.as_score import Wanda
 from distprune.training.regrowth import GrowBy
 
@@ -169,31 +165,7 @@ _DENSE = {"q": "q", "k": "q", "v": "q", "o": "o", "gate": "gate", "up": "gate", 
 _WIDTH = 4
 
 
-class Zeroing(Solver[Moments]):
-    """Prunes all of it. Rows of other ranks, which are not there, may be anything."""
-
-    needs = "pairs"
-
-    @override
-    def prepare(self, moments: Moments) -> Moments:
-        return moments
-
-    @override
-    def begin(self, rows: Mapping[str, Rows], prepared: Moments, pattern: Pattern) -> Pruning:
-        return _Zeroed(rows)
-
-
-@dataclass
-class _Zeroed(Pruning):
-    rows: Mapping[str, Rows]
-
-    @override
-    def finish(self) -> dict[str, Solved]:
-        return {name: Solved(of.weight.zero_().numel(), 0.0) for name, of in self.rows.items()}
-
-
-# Who prunes the rows of a layer: its owner, who is given all of them, or whoever holds them.
-SOLVERS: dict[str, Solver[Moments]] = {"owners": Zeroing(), "in place": Scored(Wanda(), by_row=True)}
+SOLVERS: dict[str, Solver] = {"wanda": Scored(Wanda(), by_row=True)}
 
 
 def fake_block(size: int, num_experts: int) -> dict[str, LinearLayer]:
@@ -217,7 +189,7 @@ def fake_block(size: int, num_experts: int) -> dict[str, LinearLayer]:
     return linears
 
 
-def inputs_of(comm: Communicator, linears: Mapping[str, LinearLayer], solver: Solver[Moments]) -> InputStatistics:
+def inputs_of(comm: Communicator, linears: Mapping[str, LinearLayer], solver: Solver) -> InputStatistics:
     """Return what one sample of ones gives to ``linears``."""
     statistics = InputStatistics(linears, solver.needs, comm=comm)
     statistics.begin_sample()
@@ -226,10 +198,10 @@ def inputs_of(comm: Communicator, linears: Mapping[str, LinearLayer], solver: So
     return statistics
 
 
-def prune_block(comm: Communicator, statistics: InputStatistics, solver: Solver[Moments]) -> None:
-    """Do to one block what ``prune_blocks`` does once its inputs are known; each input in turn has the next owner."""
+def prune_block(comm: Communicator, statistics: InputStatistics, solver: Solver) -> None:
+    """Do to one block what ``prune_blocks`` does once its inputs are known."""
     linears = statistics.linears
-    for moments in statistics.reduce(comm, lambda shapes, size: [OwnerRank(i % size) for i in range(len(shapes))]):
+    for moments in statistics.reduce(comm):
         some = {name: linears[name] for m in moments for name in m.names}
         owned = {linear.parameter_path: True for linear in some.values()}
         with whole_rows(comm, some, owned) as rows, torch.no_grad():

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "distprune"
 # By folder, "." the files beside them: the most lines of code that it may have, and the goal.
 LINES = {
     ".": (421, 320),
-    "calibration": (2599, 1350),
+    "calibration": (2321, 1350),
     "checkpoint": (1652, 1180),
     "cli": (921, 410),
     "collectives": (675, 640),
@@ -20,7 +20,7 @@ LINES = {
     "kernels": (814, 800),
     "masks": (495, 470),
     "models": (914, 690),
-    "oneshot": (2791, 1440),
+    "oneshot": (2399, 1440),
     "patterns": (1548, 690),
     "pruning": (1445, 960),
     "removal": (1729, 1160),

@@ -1,54 +1,45 @@
 """What the linear layers of one block are given, summed over samples and ranks.
 
-Nouns: the *moments* of an input X (tokens, in) are the sums and the sums of squares of each feature, or all of X^T X.
-Layers that are given the very same tensor (q, k and v; gate and up) share theirs.
+Layers that are given the very same tensor (q, k and v; gate and up) share its moments. Each sample, a batch of windows,
+is one product X^T X in float32, which is added in float64. Sums of all ranks go to the rank that factors them.
 
 Ranks that run the same samples (see :mod:`distprune.calibration.sample_group`) take a part each: of ``in`` features,
 the sums of theirs, and of X^T X their rows. That is also how tensor parallelism cuts the inputs of a row-wise
-layer, whose sums of squares so need no communication; its X^T X needs all of X beside it. (A matrix product of
-fewer rows may round otherwise: X^T X of such ranks is that of one but for the last bit.) Where every rank runs its own,
-the tokens of routed layers are kept and go to their owner: see :mod:`distprune.calibration.routed_tokens`.
-
-Every sample is one addend, computed from that sample alone and rounded to float32, and added in
-float64. Such a sum is exact, whatever the order, as long as the addends of an element lie within a factor
-of 2^29 / samples of each other (24 bits of 53 are the addend's own); what little is lost beyond that
-the result's own rounding to float32 hides. So N ranks with 1/N of the samples each come to what one
-rank comes to, bit by bit.
-
-X^T X about the mean is no difference of X^T X and n mean^2, of which nothing is left where the mean is large: each
-sample's products are taken about its own mean, and once the mean m of all is known, n_s (m_s - m) (m_s - m)^T of each
-sample s is added, which is again an addend of that sample alone (Chan, Golub, LeVeque 1979).
+layer, whose sums of squares so need no communication; its X^T X needs all of X beside it. Where every rank runs its
+own, the tokens of routed layers are kept and go to their owner: see :mod:`distprune.calibration.routed_tokens`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+from torch import nn
 
-from distprune.calibration.holders import find_holders
 from distprune.calibration.listening import first_layers, listening
-from distprune.calibration.moments import EVERYWHERE, Moments, MomentsOf
-from distprune.calibration.owner_ranks import OwnerRank, SharedInput, find_owners, find_routed_owners
-from distprune.calibration.reduction import Reduction
-from distprune.calibration.routed_tokens import RoutedTokens
+from distprune.calibration.moments import Moments, Needs
+from distprune.calibration.owner_ranks import SharedInput, find_holders, share_out
+from distprune.calibration.routed_tokens import send_tokens
 from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.shared_inputs import shared_inputs
-from distprune.calibration.sums import SHIFT, InputSums
+from distprune.calibration.sums import DENSE, FEATURES, PRODUCTS, InputSums, product
 from distprune.calibration.targets import Beside, DenseSample, Targets
 from distprune.calibration.walk import Walk
 from distprune.collectives.base import Communicator, as_told
 from distprune.collectives.communicator import Alone
+from distprune.collectives.guarded import guarding
 from distprune.models.linear_layers import LinearLayer
-from distprune.shards.device import are_finite, own_settings
-
-FindOwners = Callable[[tuple[tuple[int, int], ...], int], Sequence[OwnerRank]]  # as find_owners
+from distprune.shards.device import are_finite, batches, fetched, own_settings
 
 EXPERT_MEMORY = 4 << 30  # bytes of the sums of routed layers that an owner has at a time
+_SHIFT = "+"  # before the name of a layer that adds to hidden states: when it has
+
+Owners = dict[SharedInput, int]
 
 
 class StageDone(Exception):
@@ -60,7 +51,7 @@ class InputStatistics:
     """The sums of this rank for the linear layers ``linears`` of one block.
 
     Use: within :meth:`listening`, :meth:`begin_sample` before every run of the block; then :meth:`reduce`.
-    Nothing is communicated while listening, except by a sample group of several ranks for ``"pairs"``: one round for
+    Nothing is communicated while listening, except by a sample group of several ranks for ``"products"``: one round for
     each sample and each input that comes in parts, of the input's bytes, counted in the traffic of ``comm``.
 
     With the ``targets`` of the same samples, the sums towards them are taken, too. A run ends with
@@ -68,20 +59,19 @@ class InputStatistics:
     """
 
     linears: Mapping[str, LinearLayer]
-    of: MomentsOf
+    needs: Needs
     sample_group: SampleGroup = field(default_factory=SampleGroup)
     comm: Communicator = field(default_factory=Alone)
     targets: Targets | None = None
     awaited: Collection[str] = ()
-    sums: bool = False  # of "pairs": those of features, of their sizes, and about the mean, too
     offload: bool = False  # tokens of routed layers are kept on the CPU
     _awaited: set[str] = field(default_factory=set)  # in this sample
     _dense: DenseSample | None = None  # of this sample
     _inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # of this sample, of layers that add to them
-    # By the first layer of those that share an input. Of routed layers there are tokens, and whether these are finite.
+    # By the first layer of those that share an input. Of routed layers tokens are kept, (tokens, in), and beside them
+    # what the layer is given in the dense stream, if that is asked for.
     _sums: dict[str, InputSums] = field(default_factory=dict)
-    _tokens: dict[str, list[RoutedTokens]] = field(default_factory=dict)
-    _finite: dict[str, torch.Tensor] = field(default_factory=dict)
+    _tokens: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     _num_tokens: Counter[str] = field(default_factory=Counter)  # by the first layer, too
     _first_of: dict[str, str] = field(default_factory=dict)  # layer -> the first of those that share its input
     _num_calls: Counter[str] = field(default_factory=Counter)
@@ -95,7 +85,7 @@ class InputStatistics:
         self._dense = self.targets.samples[self._num_begun] if self.targets is not None and counts else None
         self._awaited = {*first_layers({name: self.linears[name] for name in self.awaited})}
         if self.targets is not None:
-            self._awaited |= {f"{SHIFT}{name}" for name in self.awaited if name in self.targets.order.adding}
+            self._awaited |= {f"{_SHIFT}{name}" for name in self.awaited if name in self.targets.order.adding}
         self._num_begun += 1
 
     @contextmanager
@@ -147,34 +137,33 @@ class InputStatistics:
         if first != name:
             return
         self._num_tokens[name] += len(own)
-        if self.of == "features":
-            self._sums_of(name).take(own, own)
+        sums = self._sums.setdefault(first, InputSums())
+        if self.needs == "squares":
+            sums.take(own)
             return
         whole = self.sample_group.all_features(self.comm, x, num_in)
-        is_shifted = self._dense is not None and self.targets is not None and name in self.targets.order.shifted
-        beside = self._dense.beside(name, own, tokens) if is_shifted and self._dense is not None else None
+        dense = self._dense_of(name, own, tokens) if self._is_shifted(name) else None
         if name in self._routed:
-            self._keep(name, whole, beside)
+            kept = whole if dense is None else torch.cat([whole, dense], dim=1)
+            self._tokens.setdefault(name, []).append(kept.to("cpu" if self.offload else kept.device, copy=True))
         else:
-            self._sums_of(name).take(whole, own, None if beside is None else beside.shift(own))
+            sums.take(own, whole, dense)
 
-    def _sums_of(self, first: str) -> InputSums:
-        start, _ = self.sample_group.features(self.linears[first].num_in)
-        return self._sums.setdefault(first, InputSums(self.of, start, self.sums))
+    def _is_shifted(self, name: str) -> bool:
+        return self.targets is not None and name in self.targets.order.shifted
 
-    def _keep(self, name: str, x: torch.Tensor, beside: Beside | None) -> None:
-        finite = are_finite(x)
-        self._finite[name] = self._finite[name] & finite if name in self._finite else finite
-        kept = x.to("cpu" if self.offload else x.device, copy=True)
-        self._tokens.setdefault(name, []).append(RoutedTokens(kept, beside))
+    def _dense_of(self, name: str, own: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
+        """Return what stands beside ``own`` in the dense stream; where that is not known, ``own`` itself."""
+        beside = self._dense.beside(name, own, tokens) if self._dense is not None else None
+        return own if beside is None else _filled(beside, own)
 
     @own_settings()
     def added(self, name: str, total: torch.Tensor) -> None:
         """Count the hidden states ``total`` that the output of layer ``name`` was added to."""
         if self._dense is not None and name in self._inputs:
             x, change = self._inputs.pop(name), self._dense.residual(name, total)
-            self._sums_of(self._first_of[name]).add(name, x.float().t() @ change)
-        self.passed(f"{SHIFT}{name}")
+            self._sums[self._first_of[name]].add(name, product(x, change))
+        self.passed(f"{_SHIFT}{name}")
 
     def passed(self, name: str) -> None:
         """End the run if ``name`` was the last that is awaited."""
@@ -188,43 +177,114 @@ class InputStatistics:
         """The layers whose tokens are kept, the same on every rank."""
         order = None if self.targets is None else self.targets.order
         routed = {name: linear for name, linear in self.linears.items() if linear.is_routed}
-        goes_by_sums = self.of == "features" or self.sample_group.size > 1
+        goes_by_sums = self.needs == "squares" or self.sample_group.size > 1
         return {} if goes_by_sums or (order is not None and not order.adding.isdisjoint(routed)) else routed
 
-    def reduce(
-        self,
-        comm: Communicator,
-        find_owners: FindOwners = find_owners,
-        expert_memory: int = EXPERT_MEMORY,
-    ) -> Iterator[list[Moments]]:
+    def reduce(self, comm: Communicator, expert_memory: int = EXPERT_MEMORY) -> Iterator[list[Moments]]:
         """Yield the moments over all ranks of ``comm``, of each input once; every layer is in one of them.
 
         First those that are summed where they are; then those of routed layers, as many at a time as ``expert_memory``
-        bytes of sums are on an owner. Those of ``"pairs"`` are for their owner alone, unless what that is for is spread
-        over all ranks; ``find_owners`` says which, the same on every rank, of all but routed layers: these go to a rank
-        that holds their rows.
+        bytes of sums are on an owner. Owners take turns, by size; those of routed layers hold these.
 
         Every rank must call it, to its end. Rounds: 2 to agree on which layers share (24 bytes a layer), 1 of 16 bytes
-        a routed layer, and those of :class:`Reduction`.
+        a routed layer; each time 1 for the sums of features and 2 more, with ``"products"`` 1 for each sum, and of
+        routed layers those of ``send_tokens``; 64 bytes before each.
 
         Raises:
             ValueError: on every rank: a layer was given NaN or Inf; it names the layer.
             NotImplementedError: on every rank: layers share an input on one rank and not on another.
         """
         inputs = self._merge(comm)
-        routed = [of for of in inputs if of.names[0] in self._routed]
-        others = [of for of in inputs if of.names[0] not in self._routed]
-        order = None if self.targets is None else self.targets.order
-        about = comm, inputs, self.linears, self.of, self.sample_group, self.sums, order, self.offload
-        reduction = Reduction(*about, self._sums, self._tokens, self._finite)
+        routed = [shared for shared in inputs if shared.names[0] in self._routed]
+        others = [shared for shared in inputs if shared.names[0] not in self._routed]
         if others or not routed:
-            shapes = tuple((of.num_in, of.num_out) for of in others)
-            owners = [EVERYWHERE] * len(others) if self.of == "features" else find_owners(shapes, comm.size)
-            yield reduction.in_place(dict(zip(others, owners, strict=True)))
+            owners = share_out([shared.num_in**3 for shared in others], comm.size)
+            yield self._moments(comm, dict(zip(others, owners, strict=True)))
         if routed:
-            holders = find_holders(comm, {of.names[0]: self.linears[of.names[0]] for of in routed})
-            owners = find_routed_owners(routed, holders, comm.size)
-            yield from reduction.waves(dict(zip(routed, owners, strict=True)), expert_memory)
+            holders = find_holders(comm, {shared.names[0]: self.linears[shared.names[0]] for shared in routed})
+            sizes = [shared.num_in**2 * (shared.num_tokens + shared.num_in) for shared in routed]
+            owned = dict(zip(routed, share_out(sizes, comm.size, holders), strict=True))
+            for wave in self._waves(owned, expert_memory):
+                yield self._moments(comm, wave, are_routed=True)
+
+    def _waves(self, owners: Owners, room: int) -> Iterator[Owners]:
+        """Yield routed inputs, as many at a time as an owner has ``room`` for the sums of, in bytes. Or one."""
+        waves: list[list[list[SharedInput]]] = []  # by owner
+        for rank in sorted(set(owners.values())):
+            inputs = [shared for shared, owner in owners.items() if owner == rank]
+            sizes = [8 * shared.num_in**2 * (1 + self._is_shifted(shared.names[0])) for shared in inputs]
+            waves.append([[inputs[i] for i in some] for some in batches(range(len(inputs)), sizes, room)])
+        for wave in itertools.zip_longest(*waves, fillvalue=()):
+            yield {shared: owners[shared] for some in wave for shared in some}
+
+    @own_settings()
+    def _moments(self, comm: Communicator, owners: Owners, *, are_routed: bool = False) -> list[Moments]:
+        """Return the moments of inputs, which are summed over ranks; of ``are_routed`` their owners have all tokens."""
+        found: list[Moments] = []
+        with guarding(comm) as ranks:
+            if are_routed:
+                self._take_tokens(ranks, owners)
+            sums = {shared: self._sums.pop(shared.names[0], InputSums()) for shared in owners}
+            features = torch.cat([self._part(sums[shared], FEATURES, shared, 3) for shared in owners] or [_nothing()])
+            ranks.reduce_(features)
+            of_inputs = torch.split(features, [shared.num_in for shared in owners]) if owners else ()
+            for (shared, owner), of_features in zip(owners.items(), of_inputs, strict=True):
+                parts = {}
+                for key, width in self._widths(shared).items() if self.needs == "products" else ():
+                    if not are_routed or owner == comm.rank:
+                        parts[key] = self._part(sums[shared], key, shared, width)
+                    if not are_routed:
+                        ranks.reduce_(parts[key], "sum", owner)
+                found.append(self._moments_of(shared, owner, of_features, parts if owner == comm.rank else {}))
+            _check_finite(found)
+        return found
+
+    def _moments_of(
+        self, shared: SharedInput, owner: int, features: torch.Tensor, parts: dict[str, torch.Tensor]
+    ) -> Moments:
+        """Return the moments of an input, of sums over all ranks; without tokens as if X^T X were 1."""
+        sums, sizes, squares = features.unbind(1)
+        products, dense, num = parts.pop(PRODUCTS, None), parts.pop(DENSE, None), shared.num_tokens
+        shift = None if dense is None or products is None else dense.sub_(products)
+        if not num:
+            squares = torch.ones_like(squares)
+            products = None if products is None else torch.diag(squares)
+        means, has_products = (sums / max(num, 1), sizes / max(num, 1)), self.needs == "products"
+        return Moments(shared.names, num, squares, *means, owner, has_products, products, shift, parts)
+
+    def _take_tokens(self, comm: Communicator, owners: Owners) -> None:
+        """Sum up, of the routed inputs that this rank owns, the tokens of all ranks."""
+        inputs = list(owners)
+        device = self.linears[inputs[0].names[0]].parameter.device
+        widths = [shared.num_in * (1 + self._is_shifted(shared.names[0])) for shared in inputs]
+        kept = [self._tokens.pop(shared.names[0], []) for shared in inputs]
+        where = torch.device("cpu") if self.offload else device
+        arrived = send_tokens(comm, list(owners.values()), kept, widths, where)
+        for i, tokens in arrived.items():
+            sums = self._sums[inputs[i].names[0]] = InputSums()
+            for some in tokens:
+                x, *dense = torch.split(some.to(device), inputs[i].num_in, dim=1)
+                sums.take(x, x, *dense)
+            tokens.clear()
+
+    def _widths(self, shared: SharedInput) -> dict[str, int]:
+        """Return how wide each sum is that leads to X^T X or targets."""
+        widths = {PRODUCTS: shared.num_in}
+        if self._is_shifted(shared.names[0]):
+            widths[DENSE] = shared.num_in
+        adding = [] if self.targets is None else [name for name in shared.names if name in self.targets.order.adding]
+        return widths | {name: self.linears[name].num_out for name in adding}
+
+    def _part(self, sums: InputSums, key: str, shared: SharedInput, width: int) -> torch.Tensor:
+        """Return a sum of this rank's, (in, ``width``), zero where it takes no features or has no tokens."""
+        own, num_in = sums.parts.pop(key, None), shared.num_in
+        if own is None:
+            device = self.linears[shared.names[0]].parameter.device
+            return torch.zeros((num_in, width), dtype=torch.float64, device=device)
+        if len(own) == num_in:
+            return own.contiguous()
+        start, stop = self.sample_group.features(num_in)
+        return nn.functional.pad(own, (0, 0, start, num_in - stop))
 
     def _check(self) -> None:
         if self._error is not None:
@@ -246,8 +306,28 @@ class InputStatistics:
         names = {name: of[0] for of in inputs for name in of}
         self._sums = {names[first]: sums for first, sums in self._sums.items()}
         self._tokens = {names[first]: tokens for first, tokens in self._tokens.items()}
-        self._finite = {names[first]: finite for first, finite in self._finite.items()}
-        return [
-            SharedInput(of, self.linears[of[0]].num_in, sum(self.linears[name].num_out for name in of), num_tokens)
-            for of, num_tokens in inputs.items()
-        ]
+        return [SharedInput(of, self.linears[of[0]].num_in, num_tokens) for of, num_tokens in inputs.items()]
+
+
+def _filled(beside: Beside, own: torch.Tensor) -> torch.Tensor:
+    dense = beside.dense.to(own.device)
+    return dense if beside.known is None else (own.float() + beside.shift(own)).to(own.dtype)
+
+
+def _check_finite(found: list[Moments]) -> None:
+    """Raise a ValueError where something is NaN or infinite: one wait for a device."""
+    flags = {}
+    for m in found:
+        towards = [*m.residuals.values(), *([] if m.shift is None else [m.shift])]
+        own = are_finite(m.squares if m.products is None else m.products)
+        flags[m.names[0]] = torch.stack([own, *map(are_finite, towards)])
+    told = {name: flag.tolist() for name, flag in zip(flags, fetched([*flags.values()]), strict=True)}
+    spoiled = [name for name, (is_finite, *_) in told.items() if not is_finite]
+    in_dense = [name for name, is_finite in told.items() if not all(is_finite)]
+    if names := spoiled or in_dense:
+        where = "" if spoiled else " in the dense stream"
+        raise ValueError(f"NaN or Inf in the inputs of {', '.join(map(repr, names[:5]))}{where}")
+
+
+def _nothing() -> torch.Tensor:
+    return torch.empty((0, 3), dtype=torch.float64, device="cpu")

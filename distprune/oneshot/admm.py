@@ -9,32 +9,29 @@ Shapes: W is (rows, in). S holds the norm of each input, (in,); A = S^-1 X^T X S
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
 import torch
 from typing_extensions import override
 
-from distprune.calibration.moments import Moments, MomentsOf
-from distprune.calibration.triangle import pack_triangle, unpack_triangle
+from distprune.calibration.moments import Moments, Needs
 from distprune.oneshot.damping import DAMPING, damped_factor
-from distprune.oneshot.rows import Rows
-from distprune.oneshot.solver import Computed, Pruning, Solved, Solver, Stage, as_keys
+from distprune.oneshot.rows import Rows, row_parts
+from distprune.oneshot.solver import Choose, Solved, Solver, as_keys
 from distprune.patterns.base import Pattern
-from distprune.scores.base import LocalScores, Score, local_scores
 from distprune.selection.highest import keep_highest_per_row
 from distprune.shards.device import on_host
 
 PENALTY = 1.0  # rho
 NUM_STEPS, NUM_CLOSING = 8, 6  # the mask moves in the first ones, and is complete after them
 _SMALLEST_NORM = 1e-8
-CHUNK = 1 << 20  # weights that are solved at a time; some ten such matrices are in memory
 
 
 @dataclass(frozen=True)
-class ADMM(Solver["_Inputs"]):
+class ADMM(Solver):
     """Refits the weights that stay while the mask closes, row by row (arXiv 2401.02938).
 
     >>> prune_blocks(llama, samples, 0.5, method=ADMM(damping=0.05)).sparsity
@@ -47,83 +44,68 @@ class ADMM(Solver["_Inputs"]):
     always 0 become 0. Zeros go first. The errors are those of X^T X, without the damping.
     """
 
-    needs: ClassVar[MomentsOf] = "pairs"
-    sends: ClassVar[bool] = True
+    needs: ClassVar[Needs] = "products"
     damping: float = DAMPING  # lambda
-    score: Score = field(default=Computed(), init=False)
 
     @override
-    def stages(self, num_in: int, pattern: Pattern) -> Sequence[Stage]:
-        if pattern.by_row().is_by_row:
-            return ()
-        if not pattern.width:
+    def check(self, pattern: Pattern) -> None:
+        if not pattern.by_row().is_by_row and not pattern.width:
             raise NotImplementedError(f"ADMM decides rows, or blocks of weights, which {pattern!r} does not")
-        return [Stage(0, num_in, _part_of(pattern, _closed(step))) for step in range(1, NUM_CLOSING + 1)]
 
     @override
-    def prepare(self, moments: Moments) -> _Inputs:
-        a, scale, damped = _normalized(moments)
-        damped.copy_(a)
-        lower, num_raised = damped_factor(damped, self.damping, moments.names[0], besides=PENALTY)
-        return _Inputs(torch.cholesky_inverse(lower), a, scale, self.damping * 10**num_raised)
+    def prepare(self, moments: Moments) -> dict[str, torch.Tensor]:
+        """Return ``inverse``, (A + (lambda + rho) I)^-1, (in, in), and ``damping``, lambda, as far as it was raised."""
+        assert moments.products is not None
+        scale = _scale_of(moments)
+        a = moments.products.float().div_(torch.outer(scale, scale))
+        lower, num_raised = damped_factor(a, self.damping, moments.names[0], besides=PENALTY)
+        damping = torch.full((), self.damping * 10**num_raised, dtype=torch.float64, device=a.device)
+        return {"inverse": torch.cholesky_inverse(lower), "damping": damping}
 
     @override
-    def sent_like(self, rows: Rows) -> _Inputs:
-        square = torch.empty((rows.num_in, rows.num_in), dtype=torch.float32, device="meta")
-        return _Inputs(square, square, square[0], self.damping)
-
-    @override
-    def pack(self, prepared: _Inputs) -> list[torch.Tensor]:
-        return [pack_triangle(prepared.inverse)]
-
-    @override
-    def unpack(self, like: _Inputs, packed: Sequence[torch.Tensor], moments: Moments) -> _Inputs:
-        a, scale, _ = _normalized(moments)
-        inverse = unpack_triangle(packed[0]).t()  # by columns, as the owner's lies: so products round alike
-        return _Inputs(inverse, a, scale, like.damping)
-
-    @override
-    def begin(self, rows: Mapping[str, Rows], prepared: _Inputs, pattern: Pattern) -> Pruning:
-        if pattern.by_row().is_by_row:
-            return _ByRow(rows, prepared, pattern.by_row())
-        return _OverAllRows(rows, prepared, self.score)
-
-
-@dataclass(frozen=True)
-class _Inputs:
-    """``inverse`` is (A + (lambda + rho) I)^-1, (in, in), as ``a``; both symmetric. ``scale`` (in,) is S.
-
-    ``damping`` is lambda, on the owner of the inputs as far as it was raised.
-    """
-
-    inverse: torch.Tensor
-    a: torch.Tensor
-    scale: torch.Tensor
-    damping: float
+    def solve(self, rows: Mapping[str, Rows], moments: Moments, pattern: Pattern, choose: Choose) -> dict[str, Solved]:
+        inverse, scale, by_row = moments.prepared["inverse"], _scale_of(moments), pattern.by_row()
+        keep: dict[str, torch.Tensor] = {}
+        if by_row.is_by_row:
+            for name, of_layer in rows.items():
+                own, masks = by_row.of(of_layer.name), list[torch.Tensor]()
+                for (weight,) in row_parts(of_layer.weight):
+                    descent = _Descent(weight, inverse, scale)
+                    for step in range(1, NUM_CLOSING + 1):
+                        descent.step(_keep(descent.sizes(), own, _closed(step)))
+                    masks.append(descent.finish())
+                keep[name] = torch.cat([torch.empty_like(of_layer.weight[:0], dtype=torch.bool), *masks])
+        else:
+            descents = {name: _Descent(of_layer.weight, inverse, scale) for name, of_layer in rows.items()}
+            for step in range(1, NUM_CLOSING + 1):
+                sizes = {name: descent.sizes().square_() for name, descent in descents.items()}
+                chosen = choose(sizes, _part_of(pattern, _closed(step)))
+                for name, descent in descents.items():
+                    descent.step(chosen[name])
+            keep = {name: descent.finish() for name, descent in descents.items()}
+        return {name: Solved(mask, moments.prepared["damping"]) for name, mask in keep.items()}
 
 
-def _normalized(moments: Moments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return A and S, and memory as large as A; X^T X is overwritten."""
-    products = moments.values
-    if not moments.num_tokens:  # an expert that nothing was routed to: as if its inputs were white
-        products = torch.eye(len(products), dtype=torch.float32, device=products.device)
-    scale = products.diagonal().sqrt() + _SMALLEST_NORM
-    scales = torch.outer(scale, scale)  # so that both are symmetric to the last bit
-    return products.div_(scales), scale, scales
+def _scale_of(moments: Moments) -> torch.Tensor:
+    """Return S, (in,)."""
+    return moments.norms + _SMALLEST_NORM
 
 
 class _Descent:
-    """Rows ``weight`` (rows, in) on their way. V is the fitted weights plus what the mask keeps from them."""
+    """Rows ``weight`` (rows, in) on their way. V is the fitted weights plus what the mask keeps from them.
 
-    def __init__(self, weight: torch.Tensor, inputs: _Inputs) -> None:
-        self._weight, self._inputs = weight, inputs
-        self._before = weight.float() * inputs.scale
+    ``inverse`` (in, in) is symmetric; ``scale`` (in,) is S.
+    """
+
+    def __init__(self, weight: torch.Tensor, inverse: torch.Tensor, scale: torch.Tensor) -> None:
+        self._weight, self._inverse, self._scale = weight, inverse, scale
+        before = weight.float() * scale
         # With W_n = W S: W_n (A + lambda I) P = W_n - rho W_n P.
-        self._aim = torch.addmm(self._before, self._before, inputs.inverse, alpha=-PENALTY)
-        self._v, self._next = self._before.clone(), torch.empty_like(self._before)
+        self._aim = torch.addmm(before, before, inverse, alpha=-PENALTY)
+        self._v, self._next = before, torch.empty_like(before)
         zeros = weight == 0
         self._zeros = zeros if not on_host(zeros.device) or bool(zeros.any()) else None  # what was pruned before
-        self._dropped = torch.zeros_like(self._before)  # 1 or 0
+        self._dropped = torch.zeros_like(before)  # 1 or 0
 
     def sizes(self) -> torch.Tensor:
         """Return |V|, 0 where the weight was 0."""
@@ -138,65 +120,17 @@ class _Descent:
                 self._dropped.masked_fill_(self._zeros, 1)
         dropped = torch.mul(self._v, self._dropped, out=self._next)
         target = self._v.sub_(dropped, alpha=2)  # V where it stays, -V where it goes
-        fitted = dropped.add_(self._aim).addmm_(target, self._inputs.inverse, alpha=PENALTY)
+        fitted = dropped.add_(self._aim).addmm_(target, self._inverse, alpha=PENALTY)
         self._v, self._next = fitted, self._v
 
-    def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new weights. Return how many the mask prunes, and ||X (W - W')^T||^2."""
-        after = self._v.masked_fill_(self._dropped.bool(), 0)
-        after.masked_fill_(self._inputs.scale == _SMALLEST_NORM, 0)
-        change = self._before - after
-        error = (change @ self._inputs.a).mul_(change).sum(dtype=torch.float64)
-        self._weight.copy_(after / self._inputs.scale)
-        return torch.count_nonzero(self._dropped), error
-
-
-@dataclass
-class _ByRow(Pruning):
-    """Every row's mask is its own: chunk after chunk of rows takes all steps."""
-
-    rows: Mapping[str, Rows]
-    inputs: _Inputs
-    pattern: Pattern
-
-    @override
-    def finish(self) -> dict[str, Solved]:
-        size, solved = max(1, CHUNK // max(len(self.inputs.scale), 1)), dict[str, Solved]()
-        for name, of_layer in self.rows.items():
-            own, figures = self.pattern.of(of_layer.name), list[tuple[torch.Tensor, torch.Tensor]]()
-            for weight in torch.split(of_layer.weight, size):
-                descent = _Descent(weight, self.inputs)
-                for step in range(1, NUM_STEPS + 1):
-                    descent.step(_keep(descent.sizes(), own, _closed(step)) if step <= NUM_CLOSING else None)
-                figures.append(descent.finish())
-            num_pruned, error = (sum(of_chunks) for of_chunks in zip(*figures, strict=True))
-            solved[name] = Solved(num_pruned, error, self.inputs.damping)
-        return solved
-
-
-class _OverAllRows(Pruning):
-    """Blocks of weights compete over all rows: a stage is a step in which the mask moves."""
-
-    def __init__(self, rows: Mapping[str, Rows], inputs: _Inputs, score: Score) -> None:
-        self._rows, self._inputs, self._score = rows, inputs, score
-        self._descents = {name: _Descent(of_layer.weight, inputs) for name, of_layer in rows.items()}
-
-    @override
-    def scores(self, stage: int) -> list[LocalScores]:
-        shards = [self._rows[name].shard(of.sizes().square_()) for name, of in self._descents.items()]
-        return local_scores(self._score, shards)
-
-    @override
-    def apply(self, stage: int, keep: Sequence[torch.Tensor]) -> None:
-        for descent, mask in zip(self._descents.values(), keep, strict=True):
-            descent.step(mask)
-
-    @override
-    def finish(self) -> dict[str, Solved]:
-        for descent in self._descents.values():
-            for _ in range(NUM_CLOSING, NUM_STEPS):
-                descent.step(None)
-        return {name: Solved(*of.finish(), self._inputs.damping) for name, of in self._descents.items()}
+    def finish(self) -> torch.Tensor:
+        """Take the last steps, write the new weights, and return what the mask keeps."""
+        for _ in range(NUM_CLOSING, NUM_STEPS):
+            self.step(None)
+        dropped = self._dropped.bool()
+        after = self._v.masked_fill_(dropped, 0).masked_fill_(self._scale == _SMALLEST_NORM, 0)
+        self._weight.copy_(after.div_(self._scale))
+        return dropped.logical_not_()
 
 
 def _closed(step: int) -> float:

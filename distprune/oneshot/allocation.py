@@ -98,7 +98,7 @@ def allocate(
             raise ValueError(f"samples of {plan.samples.shape[1]} token have none to predict; two are the least")
         if not 0 <= max_difference <= 1:
             raise ValueError(f"{max_difference=} is not between 0 and 1")
-        agreed.found, agreed.score = Found(plan.shards, has_blocks=True), plan.solver.score
+        agreed.found = Found(plan.shards, has_blocks=True)
         agreed.facts = {**plan.facts, "max_difference": repr(max_difference), "batch_tokens": repr(batch_tokens)}
         tokens_together(model, batch_tokens)
     shards = agreed.shards()

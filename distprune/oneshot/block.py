@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.calibration.moments import Moments, MomentsOf
+from distprune.calibration.moments import Moments, Needs
 from distprune.calibration.order import BlockOrder, learn_order
 from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.statistics import EXPERT_MEMORY, InputStatistics
@@ -51,10 +51,9 @@ class WalkOptions:
     is behind them.
     """
 
-    needs: MomentsOf  # of what layers are given, where there are no targets
+    needs: Needs  # of what layers are given, where there are no targets
     by_layer: bool  # layers in the order they run, each given what is left of those before
     target_share: float
-    needs_sums: bool = False
     towards_own: Set[str] = frozenset()
     skipped: Set[int] = frozenset()
     healed: Mapping[int, str] = field(default_factory=dict)
@@ -217,7 +216,7 @@ class _BlockPruner:
             found = find_channels(self.walk.model, block, linears, pattern.m)
         if found:
             some = {reader: linears[reader] for reader in found}
-            statistics = InputStatistics(some, "features", self.walk.sample_group, comm)
+            statistics = InputStatistics(some, "squares", self.walk.sample_group, comm)
             statistics.run(self.walk, index)
             for of in itertools.chain(*self._reduced(statistics, name, lambda _: nullcontext())):
                 order_channels(comm, name, block, found[of.names[0]], of, linears, self.owned, pattern)
@@ -350,10 +349,8 @@ class _BlockPruner:
         """Run block ``index``, as far as ``linears`` ask for, on all samples, and return what they are given."""
         options, walk = self.options, self.walk
         awaited = linears if order.called_once.issuperset(linears) else ()
-        needs = "pairs" if options.has_targets else options.needs
-        statistics = InputStatistics(
-            linears, needs, walk.sample_group, self.comm, targets, awaited, options.needs_sums, walk.offload
-        )
+        needs: Needs = "products" if options.has_targets else options.needs
+        statistics = InputStatistics(linears, needs, walk.sample_group, self.comm, targets, awaited, walk.offload)
         statistics.run(walk, index)
         return statistics
 

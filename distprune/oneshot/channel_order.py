@@ -55,7 +55,7 @@ def order_channels(
     path = linears[reader].parameter_path
     if moments.num_tokens:
         with whole_rows(comm, {reader: linears[reader]}, {path: owned[f"{block_name}.{path}"]}) as rows:
-            order = channel_order(comm, rows[reader], moments.square_sums, channels, pattern.n, pattern.m)
+            order = channel_order(comm, rows[reader], moments.squares, channels, pattern.n, pattern.m)
         move_channels(comm, block, channels, order)
 
 

@@ -1,13 +1,7 @@
-"""Runs a solver over the ranks: places rows, sends what they need, lets scores compete, and sums what was done.
+"""Runs a solver over the ranks: sends what rows need, lets scores compete, and sums what was done.
 
-Rows whose input has an owner (see :mod:`distprune.calibration.owner_ranks`) are solved there, input after input. Rows
-whose input is spread are solved wherever they lie, side by side, so that one choice over the ranks serves all of them.
-What a solver raises on one rank is kept until ranks next communicate, and raised on all of them there.
-
-What rows need of a spread input, its owner factors and sends to all. Each factor is so computed once (d^3 / 3
-multiplications and d^3 / 3 for the inverse, 24 TFLOP for d = 28,672), while other ranks work on inputs of their own,
-and d^2 / 2 float32 travel (1.6 GB), in pieces. A factorization in blocks over ranks would be sooner done, but
-would send as much, and come to other bits on every number of ranks.
+Of each input its owner makes what leads to targets and what the solver prepares, owners side by side, and sends it to
+all; every rank solves the rows that it holds. Where all rows are on the owner, as of an expert, nothing is sent.
 
 On a device nobody waits for a figure of one layer: figures stay there and are fetched once, when all layers are done.
 """
@@ -15,32 +9,29 @@ On a device nobody waits for a figure of one layer: figures stay there and are f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import torch
 
 from distprune.calibration.moments import Moments
-from distprune.calibration.triangle import pack_triangle, triangle_shape, unpack_triangle
-from distprune.collectives.agree import agree
-from distprune.collectives.base import Communicator, as_told
+from distprune.collectives.agree import sum_together
+from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Alone
+from distprune.collectives.guarded import guarding
 from distprune.collectives.roster import Member, roster_of_one
 from distprune.collectives.tensors import broadcast_tensor
-from distprune.oneshot.gram import sum_gram
-from distprune.oneshot.moved_rows import move_rows
 from distprune.oneshot.outcome import Figures, Outcome, outcomes_of, sum_outcomes
-from distprune.oneshot.retarget import Aim, has_target, retarget, target_factor
+from distprune.oneshot.retarget import Aim, retarget, way_to_target
 from distprune.oneshot.rows import Rows
-from distprune.oneshot.solver import Solved, Solver, Stage
+from distprune.oneshot.solver import COMPUTED, Figure, Solved, Solver, as_keys
 from distprune.patterns.base import Pattern, Ranked
-from distprune.scores.base import LocalScores
+from distprune.scores.base import Score, local_scores
 from distprune.shards.device import are_finite, own_settings
 
 Clock = Callable[[str], AbstractContextManager[None]]
+_PRODUCTS = "X^T X"  # as it is sent, beside what a solver prepares
 
 
 @own_settings()
@@ -51,245 +42,153 @@ def prune_rows(
     clock: Clock,
     aim: Aim,
     *,
-    solver: Solver[Any],
+    solver: Solver,
     pattern: Pattern,
 ) -> dict[str, Outcome]:
     """Prune ``rows`` in place, by layer, and return what became of the rows of all ranks; replicas count once.
 
     ``moments`` are what the solver needs, and are used up. Where they come with targets, rows are first moved there as
-    ``aim`` says. Every rank must call it. Rounds: 1 of 40 bytes a layer; where inputs have owners, those of
-    ``move_rows`` and its ``back()``; where some are spread, 1 of 64 bytes and 1 for each tensor that a solver sends of
-    what it prepares for them, and as many for the factors (in, in) that lead to targets; 3 before (see ``sum_gram``)
-    where the solver needs W^T W; and for each stage one choice of ``pattern`` for all of them.
-
-    On a device the host waits once, and once more for each factor, where it is not for what travels to other ranks and
-    for choices over rows.
+    ``aim`` says. Every rank must call it. Rounds: 2 of 8 and 40 bytes a layer; for each input whose rows are not on its
+    owner alone 2 and 1 for each tensor that is sent, and as many for targets; 1 of W^T W where the solver asks for it;
+    those of what the solver chooses; 64 bytes before each.
 
     Raises:
-        ValueError: on every rank: new weights are not finite.
+        ValueError: on every rank: scores are NaN, or new weights are not finite.
         Exception: on every rank: what the solver raised on one. Rows may have been changed.
     """
-    at_owner = [m for m in moments if not m.owner.spread]
-    spread = [m for m in moments if m.owner.spread]
-    moments.clear()
-    moved = None
-    if at_owner:
-        with clock("sweep"):
-            moved = move_rows(comm, rows, {name: m.owner.rank for m in at_owner for name in m.names})
-            rows = moved.rows
-    work = _Work(comm.rank, rows, solver, pattern, clock, aim, error=None if moved is None else moved.error)
-    at_owner = [m for m in at_owner if m.owner.rank == comm.rank]
-    with work.keeping_error():
-        while at_owner and work.error is None:
-            work.solve(Alone(), [at_owner.pop(0)])
-    if spread:
-        work.solve(comm, spread)
-    with clock("sweep"):  # or wait for those that still do
-        totals = sum_outcomes(comm, list(rows), lambda: outcomes_of(work.done()))
-        if moved is not None:
-            moved.back()
-    return totals
+    figures: dict[str, Figures] = {}
+    with guarding(comm) as ranks:
+        holders = _lone_holders(ranks, rows)
+        inputs = [_Input(ranks, solver, m, {name: rows[name] for name in m.names}, holders) for m in moments]
+        moments.clear()
+        with clock("target"):
+            if aim.share:
+                ways = [way_to_target(one.moments, aim) if one.is_owner else {} for one in inputs]
+                while ways:
+                    one = inputs[-len(ways)]
+                    retarget(one.rows, one.sent(ways.pop(0)), aim)
+        with clock("factor"):
+            for one in inputs if solver.needs_gram else ():
+                one.sum_gram()
+            for one in inputs:
+                one.prepare()
+        while inputs:
+            one = inputs.pop(0)
+            with clock("factor"):
+                one.send()
+            with clock("sweep"):
+                figures |= one.solve(pattern)
+        with clock("sweep"):  # or wait for those that still do
+            return sum_outcomes(ranks, list(rows), lambda: outcomes_of(figures))
 
 
-@dataclass
-class _Work:
-    """What this rank does to its ``rows``. ``error`` is kept until ranks next communicate."""
+def _lone_holders(comm: Communicator, rows: Mapping[str, Rows]) -> dict[str, int]:
+    """Return of each layer whose rows are on one rank which. Every rank must call it: one round of 16 bytes a layer."""
 
-    rank: int
-    rows: Mapping[str, Rows]
-    solver: Solver[Any]
-    pattern: Pattern
-    clock: Clock
-    aim: Aim
-    figures: dict[str, Figures] = field(default_factory=dict)
-    error: Exception | None = None
+    def tell(words: torch.Tensor) -> None:
+        here = [of_layer.weight.numel() > 0 for of_layer in rows.values()]
+        told = [[int(is_here), comm.rank * is_here] for is_here in here]
+        words.copy_(torch.tensor(told, dtype=torch.int64, device="cpu").view(words.shape))
 
-    def solve(self, comm: Communicator, moments: list[Moments]) -> None:
-        """Solve the layers of ``moments``, of which the ranks of ``comm`` hold all rows: stage by stage, side by side.
+    told = sum_together(comm, (len(rows), 2), tell).tolist()
+    return {name: rank for name, (num_ranks, rank) in zip(rows, told, strict=True) if num_ranks == 1}
 
-        Of each stage: the scores of all layers that have it, one choice over all ranks, which each layer then applies.
-        ``moments`` are used up. Every rank of ``comm`` must call it.
-        """
-        self._retarget(comm, moments)
-        tasks = self._prepare(comm, moments)
-        with self.clock("sweep"):
-            with self.keeping_error():
-                for task in tasks if self.error is None else ():
-                    task.pruning = self.solver.begin(task.rows, task.prepared, self.pattern)
-            for stage in range(max(len(task.stages) for task in tasks)):
-                some = [task for task in tasks if stage < len(task.stages)]
-                roster = roster_of_one(comm, [member for task in some for member in task.members(stage)])
-                scores = partial(self._scores, some, stage)
-                ranked = Ranked(comm, roster, self.solver.score, scores, checks=False)
-                choice = ranked.choose(some[0].stages[stage].pattern)
-                with self.keeping_error():
-                    self._apply(some, stage, *choice.write_masks(ranked.scores))
-            with self.keeping_error():
-                for task in tasks if self.error is None else ():
-                    self._note(task.pruning.finish(), task.owner == self.rank)
 
-    def _retarget(self, comm: Communicator, moments: list[Moments]) -> None:
-        """Move the rows of ``moments`` to their targets, in whose place come moments without. Every rank must call it.
+class _Input:
+    """Layers that share an input, and this rank's ``rows`` of them. All ranks take the same steps, in turn."""
 
-        The owner of an input factors what leads there, and sends it to all.
-        """
-        aimed = [i for i, m in enumerate(moments) if has_target(m, self.aim)]
-        packed: list[list[torch.Tensor]] = []
-        if comm.size > 1:
-            with self.clock("target"):
-                packed = self._from_owners(
-                    comm,
-                    [moments[i].owner.rank for i in aimed],
-                    lambda i: [_meta(triangle_shape(len(moments[aimed[i]].values)))],
-                    lambda i: [pack_triangle(target_factor(moments[aimed[i]], self.aim).t())],
-                )
-        with self.keeping_error():
-            for i in range(len(moments) if self.error is None else 0):
-                rows = {name: self.rows[name] for name in moments[i].names}
-                if i in aimed:
-                    with self.clock("target"):
-                        # Of a symmetric matrix the lower half is read.
-                        lower = unpack_triangle(*packed.pop(0)) if packed else target_factor(moments[i], self.aim)
-                        moments[i] = retarget(rows, moments[i], self.aim, lower)
-                        del lower
-                with self.clock("sweep"):
-                    for name, of_layer in rows.items():
-                        output = moments[i].squared_output(of_layer.weight)
-                        about = of_layer.name, of_layer.weight.dtype, of_layer.owned
-                        self.figures[name] = Figures(*about, output)
-
-    def _prepare(self, comm: Communicator, moments: list[Moments]) -> list[_Task]:
-        """Return the tasks of ``moments``, which are used up, prepared."""
-        solver, tasks = self.solver, list[_Task]()
-        with self.clock("factor"):
-            while moments:
-                m = self._with_gram(comm, moments.pop(0))
-                rows = {name: self.rows[name] for name in m.names}
-                stages = solver.stages(rows[m.names[0]].num_in, self.pattern)
-                tasks.append(_Task(rows, m.owner.rank, stages, m))
-            packed: list[list[torch.Tensor]] = []
-            if solver.sends and comm.size > 1:
-                packed = self._from_owners(
-                    comm,
-                    [task.owner for task in tasks],
-                    lambda i: solver.pack(solver.sent_like(tasks[i].first)),
-                    lambda i: solver.pack(tasks[i].prepare(solver)),
-                )
-            with self.keeping_error():
-                for task in tasks if self.error is None else ():
-                    own = packed.pop(0) if packed else None
-                    if own is None:
-                        task.prepare(solver)
-                    elif task.owner != self.rank:
-                        task.prepared = solver.unpack(solver.sent_like(task.first), own, task.take_moments())
-        return tasks
-
-    def _from_owners(
+    def __init__(
         self,
         comm: Communicator,
-        owners: Sequence[int],
-        like: Callable[[int], list[torch.Tensor]],
-        make: Callable[[int], list[torch.Tensor]],
-    ) -> list[list[torch.Tensor]]:
-        """Return for each i what ``make(i)`` returns on rank ``owners[i]``, in the shapes that ``like(i)`` says.
-
-        Owners make theirs side by side. Every rank of ``comm`` must call it: 1 round of 64 bytes, and 1 of each tensor;
-        none without owners.
-        """
-        made: list[list[torch.Tensor]] = []
-        with self.keeping_error():
-            device = next(iter(self.rows.values())).weight.device
-            for i, owner in enumerate(owners if self.error is None else ()):
-                is_own = owner == self.rank
-                made.append(make(i) if is_own else [torch.empty_like(of, device=device) for of in like(i)])
-        if owners:
-            agree(comm, {}, self.error)
-        return [
-            [broadcast_tensor(comm, of, owner) for of in tensors] for owner, tensors in zip(owners, made, strict=True)
-        ]
-
-    def _with_gram(self, comm: Communicator, m: Moments) -> Moments:
-        """Return ``m`` with W^T W of its rows on all ranks of ``comm``, if the solver asks for it."""
-        if not self.solver.needs_gram:
-            return m
-        rows = [self.rows[name] for name in m.names]
-        num_rows, num_in, device = sum(of.num_out for of in rows), rows[0].num_in, rows[0].weight.device
-
-        def make() -> torch.Tensor:
-            if self.error is not None:
-                raise self.error
-            nothing = torch.empty(0, dtype=torch.float32, device=device)
-            return torch.cat([self.solver.weighed(of) for of in rows if of.owned] or [nothing])
-
-        return dataclasses.replace(m, gram=sum_gram(comm, num_rows, num_in, make, device))
-
-    def _scores(self, tasks: Sequence[_Task], stage: int) -> list[LocalScores]:
-        """Return the scores of all layers of ``tasks``, or raise the error kept, on all ranks."""
-        if self.error is not None:
-            raise self.error
-        return [scores for task in tasks for scores in task.pruning.scores(stage)]
-
-    def _apply(
-        self, tasks: Sequence[_Task], stage: int, masks: Sequence[torch.Tensor], counts: Sequence[torch.Tensor]
+        solver: Solver,
+        moments: Moments,
+        rows: Mapping[str, Rows],
+        holders: Mapping[str, int],
     ) -> None:
-        names = [name for task in tasks for name in task.rows]
-        for name, (_, _, num_nans) in zip(names, counts, strict=True):
-            self.figures[name].num_nans.append(num_nans)
-        chosen = dict(zip(names, masks, strict=True))
-        for task in tasks:
-            task.pruning.apply(stage, [chosen[name] for name in task.rows])
+        self.moments, self.rows, self.is_owner = moments, rows, moments.owner == comm.rank
+        self._solver, self._num_nans = solver, dict[str, list[Figure]]()
+        is_alone = all(holders.get(name) == moments.owner for name in rows)
+        self._comm = Alone() if is_alone else comm
+        self._is_done_here = self.is_owner or not is_alone
 
-    @contextmanager
-    def keeping_error(self) -> Iterator[None]:
-        """Keep what the body raises until ranks next communicate; the first error counts."""
-        try:
-            yield
-        except BaseException as error:
-            self.error = self.error or as_told(error)
+    def sent(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Return the owner's ``tensors`` on every rank that has rows."""
+        comm, owner, is_owner = self._comm, self.moments.owner, self.is_owner
+        if comm.size == 1:
+            return tensors
+        device = next(iter(self.rows.values())).weight.device
+        kinds = {name: [str(of.dtype).removeprefix("torch."), list(of.shape)] for name, of in tensors.items()}
+        found = {}
+        for name, (dtype, shape) in comm.broadcast(kinds, owner).items():
+            empty = partial(torch.empty, shape, dtype=getattr(torch, dtype), device=device)
+            found[name] = broadcast_tensor(comm, tensors[name] if is_owner else empty(), owner)
+        return found
 
-    def _note(self, solved: Mapping[str, Solved], is_owner: bool) -> None:
-        for name, of in solved.items():
-            weight, figures = self.rows[name].weight, self.figures[name]
-            figures.solved = of if is_owner else dataclasses.replace(of, damping=0.0)
-            figures.num_zeros = weight.numel() - torch.count_nonzero(weight)
-            figures.is_finite = are_finite(weight)
+    def sum_gram(self) -> None:
+        """Let the owner have W^T W over all ranks' rows, float64."""
+        num_in = len(self.moments.squares)
+        gram = torch.zeros((num_in, num_in), dtype=torch.float64, device=self.moments.squares.device)
+        for of_layer in self.rows.values():
+            if of_layer.owned and of_layer.weight.numel():
+                weight = self._solver.weighed(of_layer).double()
+                gram += weight.t() @ weight
+        self._comm.reduce_(gram, "sum", None if self._comm.size == 1 else self.moments.owner)
+        self.moments = dataclasses.replace(self.moments, gram=gram)
 
-    def done(self) -> dict[str, Figures]:
-        """Return the figures of all layers, or raise what was kept. Local."""
-        if self.error is not None:
-            raise self.error
-        return self.figures
+    def prepare(self) -> None:
+        """Let the owner make what the solver needs."""
+        if self.is_owner:
+            prepared = self._solver.prepare(self.moments)
+            products = self.moments.products
+            products = None if products is None else products.float()
+            self.moments = dataclasses.replace(self.moments, products=products, prepared=prepared)
+        self.moments = dataclasses.replace(self.moments, shift=None, residuals={}, gram=None)
 
+    def send(self) -> None:
+        """Let every rank that has rows have what the owner made. Squares are everywhere."""
+        if not self.moments.has_products:
+            return
+        products = {} if self.moments.products is None else {_PRODUCTS: self.moments.products}
+        prepared = dict(self.sent({**products, **self.moments.prepared}))
+        self.moments = dataclasses.replace(self.moments, products=prepared.pop(_PRODUCTS, None), prepared=prepared)
 
-@dataclass
-class _Task:
-    """Layers that share an input. ``prepared`` and ``pruning`` are the solver's, and missing after an error."""
+    def solve(self, pattern: Pattern) -> dict[str, Figures]:
+        """Solve the rows, and return what became of them."""
+        if not self._is_done_here:
+            return {}
+        before = {name: of_layer.weight.clone() for name, of_layer in self.rows.items()}
+        self._num_nans = {name: [] for name in self.rows}
+        solved = self._solver.solve(self.rows, self.moments, pattern, self._choose)
+        return {name: self._figures(name, of_layer, before.pop(name)) for name, of_layer in solved.items()}
 
-    rows: Mapping[str, Rows]
-    owner: int
-    stages: Sequence[Stage]
-    moments: Moments | None
-    prepared: Any = None
-    pruning: Any = None
+    def _figures(self, name: str, solved: Solved, before: torch.Tensor) -> Figures:
+        rows, weight = self.rows[name], self.rows[name].weight
+        output = self.moments.squared_output(before)
+        return Figures(
+            rows,
+            output,
+            weight.numel() - torch.count_nonzero(solved.keep),
+            weight.numel() - torch.count_nonzero(weight),
+            self.moments.squared_output(before.float().sub_(weight)) if solved.error is None else solved.error,
+            solved.damping if self.is_owner else 0.0,
+            are_finite(weight),
+            self._num_nans[name],
+        )
 
-    def take_moments(self) -> Moments:
-        """Return the moments, which are held here no more: what was made of them takes their place."""
-        moments, self.moments = self.moments, None
-        assert moments is not None
-        return moments
-
-    def prepare(self, solver: Solver[Any]) -> Any:
-        self.prepared = solver.prepare(self.take_moments())
-        return self.prepared
-
-    @property
-    def first(self) -> Rows:
-        return next(iter(self.rows.values()))
-
-    def members(self, stage: int) -> list[Member]:
-        num_columns = self.stages[stage].stop - self.stages[stage].start
-        return [Member(of.name, (of.num_out, num_columns), str(of.weight.dtype)) for of in self.rows.values()]
-
-
-def _meta(shape: tuple[int, int]) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.float32, device="meta")
+    def _choose(
+        self, values: Mapping[str, torch.Tensor], pattern: Pattern, score: Score = COMPUTED
+    ) -> dict[str, torch.Tensor]:
+        """As :class:`Choose`."""
+        if pattern.is_by_row and score is COMPUTED:
+            return {name: pattern.of(self.rows[name].name).keep(as_keys(of)) for name, of in values.items()}
+        shards = [self.rows[name].shard(of) for name, of in values.items()]
+        members = [Member(of.name, of.geometry.global_shape, str(of.local.dtype)) for of in shards]
+        of_weights = score is not COMPUTED
+        norms = self.moments.norms
+        evidence = {of.name: {"input_norm": norms.expand_as(of.local)} for of in shards} if of_weights else {}
+        scores = partial(local_scores, score, shards, evidence, zeros_are_gone=of_weights)
+        ranked = Ranked(self._comm, roster_of_one(self._comm, members), score, scores, checks=False)
+        masks, counts = ranked.choose(pattern).write_masks(ranked.scores)
+        for name, (_, _, num_nans) in zip(values, counts, strict=True):
+            self._num_nans[name].append(num_nans)
+        return dict(zip(values, masks, strict=True))

@@ -14,9 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from distprune.calibration.owner_ranks import find_owners
-from distprune.calibration.reduction import MESSAGE
-from distprune.calibration.routed_tokens import ARRIVING
+from distprune.calibration.owner_ranks import share_out
 from distprune.oneshot.walk_costs import (
     BlockShape,
     InputShape,
@@ -184,13 +182,12 @@ def _of_summed(model: ModelShape, inputs: Sequence[InputShape], asked: WalkReque
     owned: dict[int, list[InputShape]] = {0: []}
     factored: dict[int, list[InputShape]] = {0: []}
     spread: list[InputShape] = []
-    owners = find_owners(tuple((of.num_in, of.num_out) for of in inputs), asked.num_ranks)
-    for of, owner in zip(inputs, owners, strict=True):
-        factored.setdefault(owner.rank, []).append(of)
-        (owned.setdefault(owner.rank, []) if asked.pairs and not owner.spread else spread).append(of)
-    packed = [of.num * sum_bytes(of, asked, packed=True) for of in inputs]
-    to_all = sum(of.num * sum_bytes(of, asked, packed=True) for of in spread)
-    arriving = to_all + max(sum(sum_bytes(of, asked, packed=True) for of in some) for some in owned.values())
+    for of, owner in zip(inputs, share_out([of.num_in**3 for of in inputs], asked.num_ranks), strict=True):
+        factored.setdefault(owner, []).append(of)
+        spread.append(of)
+    packed = [of.num * sum_bytes(of, asked) for of in inputs]
+    to_all = sum(of.num * sum_bytes(of, asked) for of in spread)
+    arriving = to_all + max(sum(sum_bytes(of, asked) for of in some) for some in owned.values())
     hands_on = asked.pairs and bool(spread) and not is_alone  # each is factored by one rank, and sent
     prepared = sum(prepared_bytes(of, asked) for of in spread) if hands_on else 0.0
     handed = sum(2.0 * of.num_in**2 for of in spread) if prepared else 0.0  # a triangle of each
@@ -204,7 +201,7 @@ def _of_summed(model: ModelShape, inputs: Sequence[InputShape], asked: WalkReque
             seconds=products / asked.num_sharing * asked.own_tokens / speeds.float32,
         ),
         MESSAGES: PartCost(
-            device=max(*packed, min(sum(packed), 8 * MESSAGE), arriving),
+            device=max(*packed, arriving),
             sent=0.0 if is_alone else sum(packed),
             arriving=0.0 if is_alone else arriving,
             seconds=0.0 if is_alone else (sum(packed) + to_all) / speeds.network,
@@ -229,7 +226,7 @@ def _of_routed(model: ModelShape, inputs: Sequence[InputShape], asked: WalkReque
     wave = wave // sizes[0] * sizes[0] if len(inputs) == 1 else wave
     kept = asked.own_tokens * sum(of.num * of.share * token_bytes(model, of, asked) for of in inputs)
     coming = asked.num_tokens * asked.away * sum(num * of.share * token_bytes(model, of, asked) for of, num in owned)
-    one = max(sum_bytes(of, asked, packed=True) + moment_bytes(of, asked) for of in inputs)
+    one = max(sum_bytes(of, asked) + moment_bytes(of, asked) for of in inputs)
     products = sum(num * of.share * num_products(of, asked) for of, num in owned) * asked.num_tokens
     rows = _rows(model, {0: [of for of, num in owned if not of.stacked for _ in range(num)]}, [], asked)
     sweeps = sum(num * of.num_out * of.num_in**2 for of, num in owned) * num_sweep(asked)
@@ -242,7 +239,7 @@ def _of_routed(model: ModelShape, inputs: Sequence[InputShape], asked: WalkReque
             seconds=max(kept * asked.away, coming) / speeds.network,
         ),
         # A round: tokens are copied twice to be sent, and let go of once; others arrive. And an expert's sums.
-        MESSAGES: asked.kept(2 * min(coming, ARRIVING * asked.away)).beside(PartCost(device=one)),
+        MESSAGES: asked.kept(2 * coming * asked.away).beside(PartCost(device=one)),
         WAVES: PartCost(device=wave, seconds=products / speeds.float32),
         MOMENTS: PartCost(device=wave / 2),  # float32, of float64
         FACTORS: PartCost(

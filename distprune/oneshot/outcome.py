@@ -10,31 +10,31 @@ import torch
 
 from distprune.collectives.agree import sum_together
 from distprune.collectives.base import Communicator
-from distprune.oneshot.solver import Figure, Solved
+from distprune.oneshot.rows import Rows
+from distprune.oneshot.solver import Figure
 from distprune.shards.device import fetched
 
 
 @dataclass
 class Figures:
-    """Of this rank's rows of layer ``name``, until they are fetched: of an ``Outcome``, and whether it is one at all.
+    """Of this rank's ``rows`` of a layer, until they are fetched: of an ``Outcome``, and whether it is one at all.
 
-    ``num_nans``: among the scores of each stage. ``owned``: this rank counts the rows.
+    ``num_nans``: among the scores of each choice.
     """
 
-    name: str
-    dtype: torch.dtype  # of the rows
-    owned: bool
+    rows: Rows
     output: Figure
-    solved: Solved = field(default_factory=lambda: Solved(0, 0.0))
+    num_pruned: Figure = 0
     num_zeros: Figure = 0
+    error: Figure = 0.0
+    damping: Figure = 0.0
     is_finite: Figure = True
     num_nans: list[Figure] = field(default_factory=list)
 
     @property
-    def all(self) -> list[Figure]:
-        of = self.solved
-        num_nans = sum(self.num_nans, of.num_nans)
-        return [num_nans, self.is_finite, of.num_pruned, self.num_zeros, of.error, self.output, of.damping]
+    def numbers(self) -> list[Figure]:
+        outcome = [self.num_pruned, self.num_zeros, self.error, self.output, self.damping]
+        return [sum(self.num_nans), self.is_finite, *outcome]
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,15 @@ def outcomes_of(figures: Mapping[str, Figures]) -> dict[str, Outcome]:
     Raises:
         ValueError: scores are NaN; new weights are not finite.
     """
-    numbers = numbers_of([of.all for of in figures.values()])
     found: dict[str, Outcome] = {}
-    for (layer, of), (num_nans, is_finite, *of_layer) in zip(figures.items(), numbers, strict=True):
+    for (layer, of_layer), numbers in zip(figures.items(), _fetched(figures), strict=True):
+        (num_nans, is_finite, num_pruned, num_zeros, *others), rows = numbers, of_layer.rows
         if num_nans:
-            raise ValueError(f"scores are NaN in {of.name!r}; mend the values first")
+            raise ValueError(f"scores are NaN in {rows.name!r}; mend the values first")
         if not is_finite:
-            raise ValueError(f"the new weights of {of.name!r} are NaN or infinite in {of.dtype}")
-        num_pruned, num_zeros, *others = of_layer
+            raise ValueError(f"the new weights of {rows.name!r} are NaN or infinite in {rows.weight.dtype}")
         outcome = Outcome(int(num_pruned), int(num_zeros), *others)
-        found[layer] = outcome if of.owned else Outcome(damping=outcome.damping)
+        found[layer] = outcome if rows.owned else Outcome(damping=outcome.damping)
     return found
 
 
@@ -92,8 +91,8 @@ def sum_outcomes(
     }
 
 
-def numbers_of(figures: Sequence[Sequence[Figure]]) -> list[list[float]]:
-    """Return what ``figures`` are: one wait for a device."""
-    there = [of.reshape(()).double() for some in figures for of in some if isinstance(of, torch.Tensor)]
-    found = iter(torch.stack(fetched(there)).tolist() if there else ())
-    return [[next(found) if isinstance(of, torch.Tensor) else float(of) for of in some] for some in figures]
+def _fetched(figures: Mapping[str, Figures]) -> list[list[float]]:
+    numbers = [of_layer.numbers for of_layer in figures.values()]
+    tensors = [number.reshape(()).double() for some in numbers for number in some if isinstance(number, torch.Tensor)]
+    there = iter(torch.stack(fetched(tensors)).tolist() if tensors else ())
+    return [[next(there) if isinstance(number, torch.Tensor) else float(number) for number in some] for some in numbers]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +30,7 @@ class OneShotPlan:
     """What a call comes to, before anything has changed or was communicated."""
 
     samples: torch.Tensor  # (num_samples, length) int64
-    solver: Solver[Any]
+    solver: Solver
     pattern: Pattern
     options: WalkOptions
     linears: list[BlockLayers]  # of each block
@@ -75,6 +74,7 @@ def make_plan(model: nn.Module, samples: TokenIds, recipe: Recipe, expert_memory
     method, recipe = recipe.method, recipe.resolved()
     solver, pattern = recipe.solver, recipe.pattern
     assert isinstance(pattern, Pattern)
+    solver.check(pattern)
     assert recipe.target_share is not None  # it is resolved
     token_ids = as_windows(samples)
     check_samples(model, token_ids)
@@ -90,7 +90,6 @@ def make_plan(model: nn.Module, samples: TokenIds, recipe: Recipe, expert_memory
     )
     shards: dict[str, LocalShard] = {}
     for path, linear in linears.values():
-        solver.stages(linear.num_in, pattern)
         if path not in shards:
             shards[path] = local_shard(path, linear.parameter)
     options = WalkOptions(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
@@ -23,6 +24,7 @@ from distprune.oneshot.plan import make_plan
 from distprune.oneshot.recipe import BlockRefit, OneShotMethod, Permute, Recipe, Sequential, TargetsOf
 from distprune.oneshot.report import Meter, OneShotReport
 from distprune.oneshot.room import check_room
+from distprune.oneshot.scored import Scored
 from distprune.oneshot.solver import Solver
 from distprune.patterns.base import Pattern
 from distprune.patterns.census import check_parts
@@ -39,7 +41,7 @@ def prune_blocks(
     samples: TokenIds | Literal["self"],
     sparsity: float | Mapping[str, float] | None = None,
     *,
-    method: OneShotMethod | Score | Solver[Any] = "admm",
+    method: OneShotMethod | Score | Solver = "admm",
     pattern: Pattern | str = "unstructured",
     seed: int | None = 0,
     sequential: Sequential | None = None,
@@ -63,11 +65,7 @@ def prune_blocks(
     Block by block, as the papers do: the calibration samples run through the block, the statistics of
     what each layer is given are summed over the ranks, the block is pruned, and what it then puts out is what
     the next one is given. Embeddings and the output head stay; norms and biases, too, unless blocks are refitted.
-    Each rank runs its part of the samples; N ranks come to what one rank with all samples comes to: to the same
-    statistics bit by bit, so to the same weights by Wanda, magnitude and random as long as the activations are the same
-    bits, and but for rounding by SparseGPT, which hands the error of every weight it prunes on to the rest of its row,
-    and ADMM.
-    Tensor parallelism adds up a layer's outputs in another order, so activations differ in their last bits.
+    Each rank runs its part of the samples; N ranks come to what one rank with all samples comes to, but for rounding.
     A layer that the pattern does not fit (2:4 of the 2 inputs of a small Mamba's ``dt_proj``), or that no token reaches
     and is no expert, stays dense: the report names it with the reason, and a warning does.
 
@@ -172,7 +170,8 @@ def prune_blocks(
         tokens_together(model, batch_tokens)
         walked = {"offload": offload, "batch_tokens": batch_tokens, "finished": finished is not None}
         agreed.facts = {**plan.facts, **{name: repr(value) for name, value in walked.items()}}
-        agreed.score = plan.solver.score
+        if isinstance(plan.solver, Scored):
+            agreed.score = plan.solver.score
     shards = agreed.shards()
 
     def look_at() -> list[LocalShard]:
@@ -180,6 +179,7 @@ def prune_blocks(
         return without_nans(shards)
 
     check_parts(comm, agreed.roster, look_at)
+    solver = replace(plan.solver, score=agreed.score) if isinstance(plan.solver, Scored) else plan.solver
     return run_blocks(
         meter,
         find_sample_group(comm, plan.axis),
@@ -188,7 +188,7 @@ def prune_blocks(
         plan.options,
         plan.linears,
         shards,
-        partial(prune_rows, solver=plan.solver.scored_by(agreed.score), pattern=plan.pattern),
+        partial(prune_rows, solver=solver, pattern=plan.pattern),
         offload=offload,
         batch_tokens=batch_tokens,
         finished=finished,

@@ -36,7 +36,7 @@ _Choice = TypeVar("_Choice", bound=str)
 class Recipe:
     """The arguments of ``prune_blocks`` that decide its result. ``None``: what goes with the others."""
 
-    method: OneShotMethod | Score | Solver[Any] = "admm"
+    method: OneShotMethod | Score | Solver = "admm"
     pattern: Pattern | str = "unstructured"
     sparsity: float | Mapping[str, float] | None = None
     seed: int | None = 0
@@ -81,13 +81,13 @@ class Recipe:
         )
 
     @property
-    def solver(self) -> Solver[Any]:
+    def solver(self) -> Solver:
         """What ``method`` stands for."""
         if isinstance(self.method, Solver):
             return self.method
         if isinstance(self.method, Score):
             return Scored(with_seed(self.method, self.seed))
-        solvers: dict[str, Solver[Any]] = {
+        solvers: dict[str, Solver] = {
             "admm": ADMM(),
             "wanda": Scored(Wanda(), by_row=True),
             "sparsegpt": SparseGPT(),

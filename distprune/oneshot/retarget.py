@@ -7,7 +7,6 @@ samples; half of it is the default.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,9 +14,9 @@ import torch
 
 from distprune.calibration.moments import Moments
 from distprune.oneshot.damping import DAMPING, damped_factor
-from distprune.oneshot.rows import Rows
+from distprune.oneshot.rows import Rows, row_parts
 
-_CHUNK = 1 << 20  # weights that are worked on at a time
+_SHIFT = "+"  # beside the names of layers
 
 
 @dataclass(frozen=True)
@@ -28,48 +27,42 @@ class Aim:
     damping: float = DAMPING
 
 
-def has_target(moments: Moments, aim: Aim) -> bool:
-    """Return whether rows are moved to a target: the same on all ranks that have the ``moments``."""
-    return aim.share > 0 and moments.num_tokens > 0 and (moments.shift is not None or bool(moments.residuals))
+def way_to_target(moments: Moments, aim: Aim) -> dict[str, torch.Tensor]:
+    """Return, of the owner's ``moments``, what all of the way takes; nothing, if there are no targets. Local.
 
-
-def target_factor(moments: Moments, aim: Aim) -> torch.Tensor:
-    """Return L (in, in), lower triangular, of X^T X + lambda D = S L L^T S, S^2 being D, and 1 where that is 0. Local.
+    ``_SHIFT``: C (X^T X + lambda D)^-1, (in, in), C the shift, which rows are to be multiplied by; by layers that have
+    one R^T (X^T X + lambda D)^-1, (out, in), R the residual. float32.
 
     Raises:
         ValueError: X^T X has no inverse, however much it is damped.
     """
-    scale = _scale_of(moments)
-    a = torch.outer(scale, scale)
-    torch.div(moments.values, a, out=a)
-    return damped_factor(a, aim.damping, moments.names[0])[0]
+    if not moments.num_tokens or moments.products is None or (moments.shift is None and not moments.residuals):
+        return {}
+    norms = moments.norms
+    scale = torch.where(norms == 0, 1, norms)
+    a = moments.products.float().div_(torch.outer(scale, scale))
+    lower = damped_factor(a, aim.damping, moments.names[0])[0]
+    wanted = {name: residual.float() for name, residual in moments.residuals.items()}
+    if moments.shift is not None and wanted.keys() != set(moments.names):
+        wanted[_SHIFT] = moments.shift.t().float()
+    scales = scale[:, None]
+    return {name: torch.cholesky_solve(of / scales, lower).div_(scales).t() for name, of in wanted.items()}
 
 
-def retarget(rows: Mapping[str, Rows], moments: Moments, aim: Aim, lower: torch.Tensor) -> Moments:
-    """Move ``rows`` part of the way to their target, in place, and return ``moments`` without it. Local.
+def retarget(rows: Mapping[str, Rows], way: Mapping[str, torch.Tensor], aim: Aim) -> None:
+    """Move ``rows`` part of their ``way``, see :func:`way_to_target`, in place. Local.
 
-    ``lower`` is the :func:`target_factor`. Weights that are 0 stay so, and an input that was always 0 moves nothing.
-    Arithmetic is float32.
+    Weights that are 0 stay so. Arithmetic is float32.
     """
-    aimed = [(name, of) for name, of in rows.items() if of.weight.numel()]
-    done, scale = dataclasses.replace(moments, shift=None, residuals={}), _scale_of(moments)
-    for name, of in aimed:
-        residual = moments.residuals.get(name)
-        wanted = None if residual is None else torch.cat([residual[:, start:stop] for start, stop in of.runs], dim=1)
-        step = max(1, _CHUNK // max(of.num_in, 1))
-        for start in range(0, len(of.weight), step):
-            weight = of.weight[start : start + step]
-            if wanted is not None:
-                beyond = wanted[:, start : start + step]
-            else:
-                assert moments.shift is not None
-                beyond = (weight.float() @ moments.shift).t()
-            change = torch.cholesky_solve(beyond / scale[:, None], lower).div_(scale[:, None]).t()
-            weight.add_(change.masked_fill_(weight == 0, 0).to(weight.dtype), alpha=aim.share)
-    return done
+    for name, of_layer in rows.items() if way else ():
+        if name not in way:
+            for (weight,) in row_parts(of_layer.weight):
+                _move(weight, weight.float() @ way[_SHIFT], aim.share)
+            continue
+        change = torch.cat([way[name][:0], *(way[name][start:stop] for start, stop in of_layer.runs)])
+        for weight, part in row_parts(of_layer.weight, change):
+            _move(weight, part, aim.share)
 
 
-def _scale_of(moments: Moments) -> torch.Tensor:
-    """Return the diagonal of S, (in,)."""
-    scale = moments.square_sums.sqrt()
-    return torch.where(scale == 0, 1, scale)
+def _move(weight: torch.Tensor, change: torch.Tensor, share: float) -> None:
+    weight.add_(change.masked_fill(weight == 0, 0).to(weight.dtype), alpha=share)

@@ -44,7 +44,7 @@ def check_room(model: nn.Module, plan: OneShotPlan, num_ranks: int, *, offload: 
         num_samples,
         length,
         names.get(type(solver), "scored"),
-        pairs=solver.needs == "pairs" or options.has_targets,
+        pairs=solver.needs == "products" or options.has_targets,
         by_row=plan.pattern.by_row().is_by_row,
         by_layer=options.by_layer,
         has_targets=options.has_targets,

@@ -19,9 +19,12 @@ from torch.distributed.tensor import DTensor
 from distprune.collectives.base import Communicator
 from distprune.collectives.tensors import exchange
 from distprune.models.linear_layers import LinearLayer, expert_place
+from distprune.shards.device import on_host
 from distprune.shards.geometry import Geometry, Runs, Split, chunk_runs, in_order
 from distprune.shards.layouts import local_shard, splits_of
 from distprune.shards.local_shard import LocalShard, Ownership
+
+_ON_HOST, _ON_DEVICE = 1 << 20, 1 << 26  # weights that are worked on at a time; a solver has some ten copies of them
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,14 @@ class _Turned:
     local: torch.Tensor
     dim_runs: list[Runs]
     moves: list[tuple[dist.ProcessGroup, list[int]]]  # in turn: the group, and its ranks' lengths along the outputs
+
+
+def row_parts(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield views of the same rows of ``tensors``, all (rows, in): as many as are worked on at a time. Local."""
+    num_rows, num_in = tensors[0].shape
+    most = _ON_HOST if on_host(tensors[0].device) else _ON_DEVICE
+    if num_rows:
+        yield from zip(*(torch.split(tensor, max(1, most // max(num_in, 1))) for tensor in tensors), strict=True)
 
 
 @contextmanager

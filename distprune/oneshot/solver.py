@@ -1,61 +1,37 @@
 """What a solver is: new rows for linear layers, from their weights and the statistics of their inputs.
 
-A solver is local arithmetic. Who holds which rows, and what ranks tell each other, is the driver's business.
+A solver is its paper's loop. Who holds which rows, and what ranks tell each other, is the driver's business.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeAlias, TypeVar
+from typing import ClassVar, Protocol, TypeAlias
 
 import torch
 from typing_extensions import override
 
-from distprune.calibration.moments import Moments, MomentsOf
-from distprune.calibration.triangle import pack_triangle, unpack_triangle
+from distprune.calibration.moments import Moments, Needs
 from distprune.oneshot.rows import Rows
 from distprune.patterns.base import Pattern
-from distprune.scores.as_score import Magnitude
-from distprune.scores.base import Elements, LocalScores, Score
+from distprune.scores.base import Elements, Score
 from distprune.shards.device import on_host
 
-Prepared = TypeVar("Prepared")
-
-
-Figure: TypeAlias = torch.Tensor | float  # a tensor, of one element, is fetched with all others of a block
+Figure: TypeAlias = torch.Tensor | float  # a tensor, of one element, is fetched with all others of a call
 
 
 @dataclass(frozen=True)
 class Solved:
-    """What became of this rank's rows of one layer. ``error`` is ||X (W - W')^T||^2.
+    """What became of this rank's rows of one layer: ``keep`` (rows, in), bool, says which weights the pattern keeps.
 
-    ``num_nans``: scores that were NaN, where nobody waited to hear of them.
+    ``error`` is ||X (W - W')^T||^2, ``None``: the driver finds it.
     """
 
-    num_pruned: Figure
-    error: Figure
+    keep: torch.Tensor
     damping: Figure = 0.0
-    num_nans: Figure = 0
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Columns ``start`` to ``stop`` compete by ``pattern``."""
-
-    start: int
-    stop: int
-    pattern: Pattern
-
-
-def as_keys(sizes: torch.Tensor) -> torch.Tensor:
-    """Return ``sizes``, float32 and not negative, as a pattern's ``keep`` is to sort them. Local.
-
-    On a device their bits, which are in the same order: of integers none is NaN, so nobody waits to hear of one.
-    """
-    return sizes if on_host(sizes.device) else sizes.view(torch.int32)
+    error: Figure | None = None
 
 
 class Computed(Score):
@@ -66,91 +42,66 @@ class Computed(Score):
         return elements.weight
 
 
-class Pruning(ABC):
-    """Layers that share an input, while a solver prunes them: of each stage the scores, then the choice; then the end.
+COMPUTED = Computed()
 
-    Local. A solver without stages has :meth:`finish` alone.
+
+class Choose(Protocol):
+    """Decides over the rows of all ranks. Every rank must call it equally often: those without rows, too."""
+
+    def __call__(
+        self, values: Mapping[str, torch.Tensor], pattern: Pattern, score: Score = COMPUTED
+    ) -> dict[str, torch.Tensor]:
+        """Return what stays of ``values``, by layer (rows, columns), bool.
+
+        They are scores, higher = keep; or weights, of which ``score`` makes scores: then zeros go first.
+        """
+
+
+def as_keys(sizes: torch.Tensor) -> torch.Tensor:
+    """Return ``sizes``, float32 and not negative, as a pattern's ``keep`` is to sort them. Local.
+
+    On a device their bits, which are in the same order: of integers none is NaN, so nobody waits to hear of one.
     """
-
-    def scores(self, stage: int) -> list[LocalScores]:
-        """Return the scores of each layer, which compete over all rows of all ranks."""
-        raise NotImplementedError
-
-    def apply(self, stage: int, keep: Sequence[torch.Tensor]) -> None:
-        """Take in which of them stay: of each layer (rows, columns), bool."""
-        raise NotImplementedError
-
-    @abstractmethod
-    def finish(self) -> dict[str, Solved]:
-        """Write the new weights into the rows, and return what became of them, by layer."""
+    return sizes if on_host(sizes.device) else sizes.view(torch.int32)
 
 
-class Solver(ABC, Generic[Prepared]):
+class Solver(ABC):
     """Prunes rows of linear layers, from the statistics of their inputs.
 
-    >>> class Own(Solver):
-    ...     needs = "pairs"  # all of X^T X
-    ...     def prepare(self, moments):  # once for all layers that share an input
-    ...         return SparseGPT().prepare(moments)
-    ...     def begin(self, rows, prepared, pattern):  # returns what writes the new rows
-    ...         return SparseGPT().begin(rows, prepared, pattern)
-    >>> prune_blocks(llama, samples, method=Own(), pattern="2:4").sparsity
+    >>> class Plain(Solver):
+    ...     def solve(self, rows, moments, pattern, choose):  # of layers that share an input
+    ...         keep = choose({name: of.weight.abs() * moments.norms for name, of in rows.items()}, pattern)
+    ...         for name, of in rows.items():
+    ...             of.weight.mul_(keep[name])
+    ...         return {name: Solved(mask) for name, mask in keep.items()}
+    >>> prune_blocks(llama, samples, method=Plain(), pattern="2:4").sparsity
     0.5
 
-    Subclasses give :meth:`prepare` and :meth:`begin`; what they do not override asks for nothing else.
-
-    ``Prepared`` is what is made once of the moments of an input, for all layers that share it. An input that is spread
-    is prepared by its owner and, if the solver ``sends``, sent to the others; else every rank prepares all. What is
-    sent is a dataclass, and of it the tensors, in the shapes that :meth:`sent_like` says; of those named in
-    ``triangles``, (d, d), the upper triangle, which comes out symmetric.
+    ``needs``: ``"squares"`` of each input, or all ``"products"``, X^T X. ``needs_gram``: :meth:`prepare` is given W^T W
+    of what :meth:`weighed` returns of all ranks' rows, too.
     """
 
-    needs: ClassVar[MomentsOf] = "features"
-    sends: ClassVar[bool] = False
-    triangles: ClassVar[Collection[str]] = ()
-    needs_gram: ClassVar[bool] = False  # prepare is given that of what weighed returns, summed over all ranks' rows
-    score: Score = Magnitude()  # by which what ``scores`` returns is sorted
+    needs: ClassVar[Needs] = "squares"
+    needs_gram: ClassVar[bool] = False
 
-    def scored_by(self, score: Score) -> Solver[Prepared]:  # noqa: ARG002
-        """Return the solver with its ``score`` replaced, by one that was told its seed."""
-        return self
+    def check(self, pattern: Pattern) -> None:  # noqa: B027
+        """Raise a NotImplementedError unless it can prune by ``pattern``. Local."""
 
-    def stages(self, num_in: int, pattern: Pattern) -> Sequence[Stage]:  # noqa: ARG002
-        """Return what competes over all rows, in turn; nothing if each row is decided by itself.
+    def prepare(self, moments: Moments) -> dict[str, torch.Tensor]:  # noqa: ARG002
+        """Return what is made once of the ``products``, on one rank, which sends it to all that have rows.
 
-        Raises:
-            NotImplementedError: it cannot prune by ``pattern``.
+        An inverse, say. They are in float64. Local; not for a solver that needs squares, which are on every rank.
         """
-        return ()
+        return {}
+
+    @abstractmethod
+    def solve(self, rows: Mapping[str, Rows], moments: Moments, pattern: Pattern, choose: Choose) -> dict[str, Solved]:
+        """Write new weights into this rank's ``rows`` of layers that share an input, and say what stays, by layer.
+
+        ``moments.products`` are in float32, if the solver needs them; ``moments.prepared`` is what :meth:`prepare`
+        returned. It talks to other ranks by ``choose`` alone.
+        """
 
     def weighed(self, rows: Rows) -> torch.Tensor:
         """Return the weights of ``rows``, (rows, in), as their Gram matrix is to be taken."""
         return rows.weight
-
-    @abstractmethod
-    def prepare(self, moments: Moments) -> Prepared:
-        """Return what :meth:`begin` is given; ``moments`` may be overwritten, or returned as they are."""
-
-    def sent_like(self, rows: Rows) -> Prepared:
-        """Return what is prepared for ``rows``, its tensors on the meta device."""
-        raise NotImplementedError
-
-    def pack(self, prepared: Prepared) -> list[torch.Tensor]:
-        """Return the tensors of ``prepared`` as they are sent."""
-        tensors = {name: of for name, of in vars(prepared).items() if isinstance(of, torch.Tensor)}
-        return [pack_triangle(of) if name in self.triangles else of for name, of in tensors.items()]
-
-    def unpack(self, like: Prepared, packed: Sequence[torch.Tensor], moments: Moments) -> Prepared:  # noqa: ARG002
-        """Return what was packed, bit by bit; ``like`` is :meth:`sent_like` it.
-
-        ``moments`` are those it was made of, in the same bits; they may be overwritten.
-        """
-        names = [name for name, of in vars(like).items() if isinstance(of, torch.Tensor)]
-        tensors = dict(zip(names, packed, strict=True))
-        # By columns, as LAPACK's results lie: so products round alike on all ranks.
-        tensors |= {name: unpack_triangle(tensors[name]).t() for name in self.triangles}
-        return dataclasses.replace(like, **tensors)  # type: ignore[type-var]
-
-    @abstractmethod
-    def begin(self, rows: Mapping[str, Rows], prepared: Prepared, pattern: Pattern) -> Pruning:
-        """Return what prunes ``rows``, by layer, of layers that share the input that ``prepared`` is of."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from distprune.calibration.statistics import EXPERT_MEMORY
-from distprune.calibration.triangle import triangle_shape
-from distprune.oneshot.admm import CHUNK, NUM_STEPS
+from distprune.oneshot.admm import NUM_STEPS
 from distprune.oneshot.block_fit import batch_size, num_steps
 from distprune.oneshot.channels import make_groups
 from distprune.patterns.n_by_m import NByM
 
 _ADMM_MATRICES = 10  # float32, of a chunk of rows
+_ADMM_WEIGHTS = 1 << 20  # on the host, at a time
 _HEAD = 64  # features of a head of attention, at least
 _ADAM_OPERATIONS = 600  # as many products in float32 take as long as one weight's step, which waits for memory
 _GAIN_OPERATIONS = 100  # as many take as long as what one channel of a row adds to one group
@@ -192,11 +191,11 @@ def num_towards(of: InputShape, asked: WalkRequest) -> int:
     return of.num_in * (of.num_out if of.adds else of.num_in)
 
 
-def sum_bytes(of: InputShape, asked: WalkRequest, *, packed: bool = False) -> int:
-    """Return the bytes of the sums of one input, float64; ``packed``: of X^T X its triangle alone."""
+def sum_bytes(of: InputShape, asked: WalkRequest) -> int:
+    """Return the bytes of the sums of one input, float64."""
     if not asked.pairs:
         return 16 * of.num_in
-    return 8 * ((math.prod(triangle_shape(of.num_in)) if packed else of.num_in**2) + num_towards(of, asked))
+    return 8 * (of.num_in**2 + num_towards(of, asked))
 
 
 def moment_bytes(of: InputShape, asked: WalkRequest) -> int:
@@ -226,7 +225,7 @@ def row_bytes(of: InputShape, num_rows: float, asked: WalkRequest) -> float:
     """Return what ``num_rows`` rows take beyond themselves while they are worked on."""
     numel = of.num_in * num_rows
     if asked.method == "admm":
-        return 4 * (_ADMM_MATRICES * min(CHUNK, numel) if asked.by_row else 6 * numel)
+        return 4 * (_ADMM_MATRICES * min(_ADMM_WEIGHTS, numel) if asked.by_row else 6 * numel)
     return (4 + 8 / of.num_layers) * numel if asked.method == "sparsegpt" else numel
 
 

@@ -152,7 +152,7 @@ def choose_units(
             raise ValueError(f"refit='bias' needs biases, and {without[0]!r} has none; use 'least_squares' or 'none'")
         own = heads if targets is None else frozenset[str]()
         fits = fitted == "block"
-        options = WalkOptions("pairs", True, share, True, own, plan.skipped, plan.healed, fits=fits)
+        options = WalkOptions("products", True, share, own, plan.skipped, plan.healed, fits=fits)
         tokens_together(model, batch_tokens)
         agreed.facts = {
             "keep": repr(sorted(keep.items())),

@@ -16,18 +16,17 @@ from typing import ClassVar, Literal
 import torch
 from typing_extensions import override
 
-from distprune.calibration.moments import Moments, MomentsOf
+from distprune.calibration.moments import Moments, Needs
 from distprune.models.linear_layers import LinearLayer
 from distprune.models.units import Units
-from distprune.oneshot.rows import Rows
-from distprune.oneshot.solver import Pruning, Solved, Solver
+from distprune.oneshot.rows import Rows, row_parts
+from distprune.oneshot.solver import Choose, Solved, Solver
 from distprune.patterns.base import Pattern
 from distprune.removal.criteria import Criterion, UnitEvidence, damped_cholesky
 
 Refit = Literal["least_squares", "block", "bias", "none"]  # "block": least squares, then each block as a whole
 DAMPING = 0.1  # of X^T X, of its diagonal
 _NUM_STEPS = 16  # in which units go, by criteria that are rescored
-_CHUNK = 1 << 20  # weights that are refitted at a time
 
 
 @dataclass
@@ -52,27 +51,14 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Fitted:
-    """``stays`` (in,), bool; ``coefficients`` (gone, kept), by which columns that stay make up for those that go;
-    ``lost`` (gone, gone), of which the error is; ``means`` (gone,), what the bias gains. float32.
-    """
-
-    stays: torch.Tensor
-    coefficients: torch.Tensor
-    lost: torch.Tensor
-    means: torch.Tensor
-
-
-@dataclass(frozen=True)
-class UnitRemover(Solver[Fitted]):
+class UnitRemover(Solver):
     """Removes units of the readers ``asked``, by their names in the model, and keeps in mind what it did.
 
     ``kept`` are the units that stay, by reader, on its owner alone; ``offsets``, by the linear layer's name in the
     block, rows of this rank and what their biases gain.
     """
 
-    needs: ClassVar[MomentsOf] = "pairs"
-    sends: ClassVar[bool] = True
+    needs: ClassVar[Needs] = "products"
     needs_gram: ClassVar[bool] = True
     asked: Mapping[str, Asked]
     prefix: str  # the block's name and a dot
@@ -94,7 +80,10 @@ class UnitRemover(Solver[Fitted]):
         return rows.weight.float() * own.sqrt()[:, None]
 
     @override
-    def prepare(self, moments: Moments) -> Fitted:
+    def prepare(self, moments: Moments) -> dict[str, torch.Tensor]:
+        """Return ``stays`` (in,), bool; ``coefficients`` (gone, kept), by which columns that stay make up for those
+        that go; ``lost`` (gone, gone), of which the error is; ``means`` (gone,), what the bias gains. float32.
+        """
         name = f"{self.prefix}{moments.names[0]}"
         asked = self.asked[name]
         evidence = _evidence(name, asked, moments, centered=self.shifts_bias(asked))
@@ -112,62 +101,40 @@ class UnitRemover(Solver[Fitted]):
         lost = of_other - coefficients @ between.t()
         lost += lost.t() - of_other + coefficients @ a[own[:, None], own] @ coefficients.t()
         means = evidence.means[other] - coefficients @ evidence.means[own]
-        return Fitted(stays, coefficients.float(), lost.float(), means.float())
+        fitted = {"coefficients": coefficients, "lost": lost, "means": means}
+        return {"stays": stays, **{key: values.float() for key, values in fitted.items()}}
 
     @override
-    def sent_like(self, rows: Rows) -> Fitted:
-        asked = self.asked[rows.name]
-        num_gone = (asked.units.num_units - asked.num_kept) * asked.features.shape[1]
-        shapes = (num_gone, rows.num_in - num_gone), (num_gone, num_gone), (num_gone,)
-        stays = torch.empty(rows.num_in, dtype=torch.bool, device="meta")
-        return Fitted(stays, *(torch.empty(shape, dtype=torch.float32, device="meta") for shape in shapes))
-
-    @override
-    def begin(self, rows: Mapping[str, Rows], prepared: Fitted, pattern: Pattern) -> Pruning:
-        return _Removing(rows, prepared, self)
-
-
-@dataclass
-class _Removing(Pruning):
-    """Nothing competes here: :meth:`UnitRemover.prepare` has chosen the units."""
-
-    rows: Mapping[str, Rows]
-    fitted: Fitted
-    remover: UnitRemover
-
-    @override
-    def finish(self) -> dict[str, Solved]:
-        fitted, remover, solved = self.fitted, self.remover, dict[str, Solved]()
-        own, other = fitted.stays.nonzero()[:, 0], (~fitted.stays).nonzero()[:, 0]
-        for name, of in self.rows.items():
-            error, offsets = 0.0, []
-            for weight in torch.split(of.weight, max(1, _CHUNK // max(of.num_in, 1))) if of.weight.numel() else ():
+    def solve(self, rows: Mapping[str, Rows], moments: Moments, pattern: Pattern, choose: Choose) -> dict[str, Solved]:
+        """Nothing competes here: :meth:`prepare` has chosen the units."""
+        fitted, solved = moments.prepared, dict[str, Solved]()
+        own, other = fitted["stays"].nonzero()[:, 0], (~fitted["stays"]).nonzero()[:, 0]
+        for name, of in rows.items():
+            error = torch.zeros((), dtype=torch.float64, device=of.weight.device)
+            offsets = [fitted["means"][:0]]
+            for (weight,) in row_parts(of.weight):
                 gone, before = weight[:, other].float(), weight[:, own]
-                change = (gone @ fitted.coefficients).masked_fill_(before == 0, 0)  # what was pruned stays so
+                change = (gone @ fitted["coefficients"]).masked_fill_(before == 0, 0)  # what was pruned stays so
                 weight[:, own] = (before + change).to(weight.dtype)
                 weight[:, other] = 0
-                error += float((gone @ fitted.lost).mul_(gone).sum(dtype=torch.float64))
-                offsets.append(gone @ fitted.means)
-            if remover.shifts_bias(remover.asked[of.name]):
-                nothing = torch.empty(0, dtype=torch.float32, device=of.weight.device)
-                remover.offsets[name] = of, torch.cat([nothing, *offsets])
-            solved[name] = Solved(len(other) * len(of.weight), max(error, 0.0), DAMPING)
+                error += (gone @ fitted["lost"]).mul_(gone).sum(dtype=torch.float64)
+                offsets.append(gone @ fitted["means"])
+            if self.shifts_bias(self.asked[of.name]):
+                self.offsets[name] = of, torch.cat(offsets)
+            solved[name] = Solved(fitted["stays"].expand_as(of.weight), DAMPING, error.clamp_(min=0))
         return solved
 
 
 def _evidence(name: str, asked: Asked, moments: Moments, *, centered: bool) -> UnitEvidence:
-    assert moments.sums is not None
+    assert moments.products is not None
     assert moments.gram is not None  # both were asked for
-    num, device = max(moments.num_tokens, 1), moments.values.device
-    means, mean_sizes, variances = (moments.sums / num).unbind(1)
-    mean_squares = moments.square_sums.double() / num
-    products = (moments.centered if centered else moments.values).double()  # type: ignore[union-attr]
-    if not moments.num_tokens:  # an expert that nothing was routed to: as if its inputs were white
-        products = torch.eye(len(products), dtype=torch.float64, device=device)
-        mean_squares = torch.ones_like(mean_squares)
+    num, means, device = max(moments.num_tokens, 1), moments.mean, moments.mean.device
+    mean_squares = moments.squares / num
+    variances = (mean_squares - means.square()).clamp_(min=0)
+    products = moments.products - num * torch.outer(means, means) if centered else moments.products
     norms = None if asked.norms is None else asked.norms.to(device)
     features = asked.features.to(device)
-    of_features = means, mean_squares, mean_sizes, variances
+    of_features = means, mean_squares, moments.mean_sizes, variances
     return UnitEvidence(features, products, moments.gram, *of_features, norms, DAMPING, name)
 
 

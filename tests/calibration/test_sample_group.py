@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from distprune import Unstructured
-from distprune.calibration.moments import MomentsOf
+from distprune.calibration.moments import Needs
 from distprune.calibration.sample_group import Axis, SampleGroup, find_sample_group, shared_axis
 from distprune.calibration.statistics import InputStatistics
 from distprune.collectives.communicator import Alone, communicator
@@ -100,18 +100,18 @@ def test_uneven_features_are_put_together(dtype: torch.dtype) -> None:
     run_threads(3, gather_on_rank, dtype)
 
 
-def moments_on_rank(rank: int, of: MomentsOf, how: str, num_in: int) -> None:
+def moments_on_rank(rank: int, needs: Needs, how: str, num_in: int) -> None:
     with drawing(0):
         block = nn.Sequential(nn.Linear(num_in, 4, bias=False))
     inputs = [torch.randn(5, num_in, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
-    wanted = InputStatistics(linear_layers(block), of)
+    wanted = InputStatistics(linear_layers(block), needs)
     wanted.begin_sample()
     for x in inputs:
         wanted.given("0", x, None, "0")
     comm, mesh = communicator(), init_device_mesh("cpu", (3,))
     sample_group = SampleGroup(0, 1, rank, 3, mesh.get_group())
     start, stop = sample_group.features(num_in)
-    statistics = InputStatistics(linear_layers(block), of, sample_group, comm)
+    statistics = InputStatistics(linear_layers(block), needs, sample_group, comm)
     statistics.begin_sample()
     for x in inputs:
         if how == "plain":
@@ -122,23 +122,22 @@ def moments_on_rank(rank: int, of: MomentsOf, how: str, num_in: int) -> None:
             given = distribute_tensor(x, mesh, [Shard(1) if how == "cut" else Replicate()], src_data_rank=None)
         statistics.given("0", given, None, "0")
     # Only X^T X of inputs that are cut needs them whole: the features and a round for each sample.
-    gathers = of == "pairs" and (how in ("plain", "cut") or num_in == 1)
+    gathers = needs == "products" and (how in ("plain", "cut") or num_in == 1)
     num_bytes = 2 * 5 * 3 * -(-num_in // 3) * 4
     assert (comm.traffic.num_rounds, comm.traffic.num_bytes) == ((2, num_bytes) if gathers else (0, 0))
     ((found,),), ((one,),) = statistics.reduce(comm), wanted.reduce(Alone())
     assert found.num_tokens == one.num_tokens == 10
-    if of == "features":
-        assert torch.equal(found.values, one.values)
-    else:
-        torch.testing.assert_close(found.values, one.values, rtol=1e-6, atol=1e-6)
-        assert torch.equal(found.values, found.values.t())
+    torch.testing.assert_close(found.squares, one.squares)
+    torch.testing.assert_close(found.mean, one.mean)
+    if needs == "products" and rank == found.owner:
+        torch.testing.assert_close(found.products, one.products, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("how", ["plain", "whole", "cut", "replicated"])
-@pytest.mark.parametrize("of", ["features", "pairs"])
+@pytest.mark.parametrize("needs", ["squares", "products"])
 @pytest.mark.parametrize("num_in", [7, 1])
-def test_a_sample_group_counts_its_samples_once(num_in: int, of: MomentsOf, how: str) -> None:
-    run_threads(3, moments_on_rank, of, how, num_in)
+def test_a_sample_group_counts_its_samples_once(num_in: int, needs: Needs, how: str) -> None:
+    run_threads(3, moments_on_rank, needs, how, num_in)
 
 
 def wrong_inputs_on_rank(_: int, how: str) -> None:
@@ -146,7 +145,7 @@ def wrong_inputs_on_rank(_: int, how: str) -> None:
     sample_group = SampleGroup(0, 1, mesh.get_local_rank(), 2, mesh.get_group())
     with drawing(0):
         block = nn.Sequential(nn.Linear(8, 4))
-    statistics = InputStatistics(linear_layers(block), "pairs", sample_group, comm)
+    statistics = InputStatistics(linear_layers(block), "products", sample_group, comm)
     statistics.begin_sample()
     x = torch.ones(4, 8)
     statistics.given("0", x[:, :3] if how == "width" else DTensor.from_local(x[:2], mesh, [Shard(0)]), None, "0")

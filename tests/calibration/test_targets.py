@@ -157,7 +157,7 @@ def nan_in_one_stream(rank: int, stream: str) -> None:
     targets = Targets(walk, learn_order(Alone(), walk, 0, linears), linears)
     walk.split()
     spoiled = walk.dense if stream == "dense" else walk.hidden
-    statistics = InputStatistics(linears, "pairs", targets=targets)
+    statistics = InputStatistics(linears, "products", targets=targets)
     with listening(linears, targets, targets.adding):
         targets.begin_sample()
         walk.blocks[0][1](walk.dense[0], **walk.calls[0][0].kwargs)

@@ -10,7 +10,6 @@ import torch
 
 import distprune as prune
 from distprune.calibration.moments import Moments
-from distprune.calibration.owner_ranks import OwnerRank
 from distprune.collectives.communicator import Alone
 from distprune.oneshot.admm import ADMM
 from distprune.oneshot.driver import prune_rows
@@ -26,7 +25,7 @@ from tests.device_path import Waits, as_on_a_device, counted_waits
 from tests.oneshot.alike import matrices
 
 NUM_IN, NUM_OUT = 16, 12
-SOLVERS: dict[str, Solver[Any]] = {"admm": ADMM(), "sparsegpt": SparseGPT(), "wanda": Scored(Wanda(), by_row=True)}
+SOLVERS: dict[str, Solver] = {"admm": ADMM(), "sparsegpt": SparseGPT(), "wanda": Scored(Wanda(), by_row=True)}
 
 
 @pytest.mark.parametrize("pattern", ["row", "2:4", "unstructured", "block:4"])
@@ -51,22 +50,20 @@ def made(num_inputs: int) -> tuple[dict[str, Rows], list[Moments]]:
     for i in range(num_inputs):
         weight, x = (torch.randn(num, NUM_IN, generator=generator) for num in (NUM_OUT, 64))
         rows[f"l{i}"] = Rows(weight, ((0, NUM_OUT),), NUM_OUT, owned=True, name=f"block.l{i}")
-        upper = (x.t() @ x).triu()
-        products = upper + upper.triu(1).t()
-        shift = torch.randn(NUM_IN, NUM_IN, generator=generator)
-        moments.append(Moments((f"l{i}",), 64, products, owner=OwnerRank(0), shift=shift))
+        x, shift = x.double(), torch.randn(NUM_IN, NUM_IN, generator=generator)
+        of_features = x.square().sum(0), x.mean(0), x.abs().mean(0)
+        moments.append(Moments((f"l{i}",), 64, *of_features, products=x.t() @ x, shift=shift))
     return rows, moments
 
 
-def solve(solver: Solver[Any], rows: dict[str, Rows], moments: list[Moments], pattern: prune.Pattern) -> None:
+def solve(solver: Solver, rows: dict[str, Rows], moments: list[Moments], pattern: prune.Pattern) -> None:
     prune_rows(Alone(), rows, moments, lambda _: nullcontext(), Aim(), solver=solver, pattern=pattern)
 
 
-def waits_of(solver: Solver[Any], pattern: prune.Pattern, num_inputs: int, chunk: int) -> Waits:
+def waits_of(solver: Solver, pattern: prune.Pattern, num_inputs: int, chunk: int) -> Waits:
     rows, moments = made(num_inputs)
     with pytest.MonkeyPatch.context() as patch, as_on_a_device(chunk), counted_waits() as waits:
-        for name in ("admm.CHUNK", "scored._CHUNK", "retarget._CHUNK"):
-            patch.setattr(f"distprune.oneshot.{name}", chunk)
+        patch.setattr("distprune.oneshot.rows._ON_DEVICE", chunk)
         patch.setattr("distprune.calibration.moments._CHUNK", chunk)
         solve(solver, rows, moments, pattern)
     return waits

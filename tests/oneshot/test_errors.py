@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,9 @@ from distprune.calibration.moments import Moments
 from distprune.oneshot.prune_blocks import prune_blocks
 from distprune.oneshot.recipe import OneShotMethod
 from distprune.oneshot.report import BlockReport
-from distprune.oneshot.sparsegpt import Factor, SparseGPT
+from distprune.oneshot.rows import Rows
+from distprune.oneshot.solver import Choose, Solved
+from distprune.oneshot.sparsegpt import SparseGPT
 from distprune.patterns.base import Pattern
 from tests.architectures import samples, tiny_model
 from tests.oneshot.alike import sharded
@@ -54,49 +56,39 @@ def boom_at(num_calls: int, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Failing(SparseGPT):
-    """Fails on one rank, preparing an input or at some step of a sweep: of one that has a owner, or is ``spread``.
-
-    That is rank 1, or the one that prepares for all.
-    """
+    """Fails on one rank: preparing its first input, before it solves one, at some choice, or when it has."""
 
     rank: int
     where: str
-    spread: bool
 
     @override
-    def prepare(self, moments: Moments) -> Factor:
-        if self.where == "prepare" and moments.owner.spread == self.spread and (self.spread or self.rank == 1):
+    def prepare(self, moments: Moments) -> dict[str, torch.Tensor]:
+        if self.where == "prepare" and self.rank == 1:
             raise Boom("boom")
         return super().prepare(moments)
 
     @override
-    def begin(self, rows: Any, prepared: Factor, pattern: Pattern) -> Any:
-        is_spread = any(len(of.weight) < of.num_out for of in rows.values())
-        sweep = super().begin(rows, prepared, pattern)
-        if self.rank == 1 and is_spread == self.spread:
-            name, *stage = self.where.split()
-            vars(sweep)[name] = boom_at(int(stage[0]) if stage else 0, getattr(sweep, name, boom_at))
-        return sweep
+    def solve(self, rows: Mapping[str, Rows], moments: Moments, pattern: Pattern, choose: Choose) -> dict[str, Solved]:
+        name, _, num = self.where.partition(" ")
+        fails = self.rank == 1 and name == "choose"
+        solved = super().solve(rows, moments, pattern, boom_at(int(num), choose) if fails else choose)
+        if self.rank == 1 and name == "solve":
+            raise Boom("boom")
+        return solved
 
 
-def sweep_fails(rank: int, where: str, spread: bool, pattern: Pattern, architecture: str) -> None:
-    prune_blocks(sharded(tiny_model(architecture)), TOKENS, method=Failing(rank, where, spread), pattern=pattern)
+def sweep_fails(rank: int, where: str, pattern: Pattern) -> None:
+    prune_blocks(sharded(tiny_model("llama")), TOKENS, method=Failing(rank, where), pattern=pattern)
 
 
-@pytest.mark.parametrize("where", ["prepare", "finish"])
-@pytest.mark.parametrize("pattern", [HALF, NByM(2, 4)], ids=str)
-@pytest.mark.sampled(2)
-def test_a_solver_fails_on_its_own_rank(where: str, pattern: Pattern) -> None:
-    check_all_raise(2, sweep_fails, where, False, pattern, "llama")
-
-
-@pytest.mark.parametrize("where", ["prepare", "scores 0", "apply 0", "scores 1", "apply 3", "finish"])
-@pytest.mark.parametrize("pattern", [HALF, Block(4, 0.5)], ids=str)
-@pytest.mark.sampled(2)
-def test_a_solver_fails_in_between_choices(monkeypatch: pytest.MonkeyPatch, where: str, pattern: Pattern) -> None:
-    """Of spread rows, on which all ranks choose together; of four stages the last one, too."""
+@pytest.mark.parametrize("where", ["prepare", "solve", "choose 0", "choose 1", "choose 3"])
+@pytest.mark.parametrize("pattern", [HALF, Block(4, 0.5), NByM(2, 4)], ids=str)
+@pytest.mark.sampled(4)
+def test_a_solver_fails_on_one_rank(monkeypatch: pytest.MonkeyPatch, where: str, pattern: Pattern) -> None:
     monkeypatch.setattr("distprune.oneshot.sparsegpt.COLUMNS", 8)
-    check_all_raise(2, sweep_fails, where, True, pattern, "bloom")
+    if where.startswith("choose") and pattern.is_by_row:
+        pytest.skip("each row is decided by itself")
+    check_all_raise(2, sweep_fails, where, pattern)
 
 
 def on_block_fails(rank: int, on: Sequence[int]) -> None:

@@ -116,7 +116,7 @@ def test_blocks_by_the_sums_of_wandas_scores() -> None:
     torch.manual_seed(0)
     weight, sums = torch.randn(8, 12), torch.rand(12) * 5
     rows = Rows(weight.clone(), ((0, 8),), 8, True, "block.m")
-    moments = [Moments(("m",), 3, sums, torch.randn(12))]
+    moments = [Moments(("m",), 3, sums.double(), torch.randn(12).double(), torch.rand(12).double())]
     outcomes = prune_rows(
         Alone(),
         {"m": rows},
