@@ -52,24 +52,6 @@ def test_shares_by_gradients_of_a_pattern_without_a_share(pool: ProcessPool, job
     is_refused(pool, job, "allocation='gradients' needs a pattern with one share", "NByM(n=2, m=4)")
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("samples", 0, "samples=0 is not at least 1"),
-        ("sequence_length", 0, "sequence_length=0 is not at least 1"),
-        ("target_share", 7.0, "target_share=7.0 is not above 0 and at most 1"),
-        ("target_share", float("nan"), "target_share=nan is not above 0"),
-        ("evaluation_length", 1, "evaluation_length=1 is not at least 2"),
-        ("targets", "none", "targets='none' is none of 'own', 'dense'"),
-        ("dtype", torch.int8, "dtype=torch.int8 is none of "),
-    ],
-)
-def test_values_out_of_bounds(job: OneShotJob, name: str, value: Any, message: str) -> None:
-    Path(job.calibration).unlink()  # nothing is read before
-    with pytest.raises(ValueError, match=message):
-        run_one_shot_job(dataclasses.replace(job, **{name: value}))
-
-
 def test_too_little_text(pool: ProcessPool, job: OneShotJob) -> None:
     Path(job.calibration).write_text("a" * 119)
     is_refused(pool, job, "holds 119 tokens; 5 samples of 24 tokens need 120", "ask for at most 4 samples")

@@ -188,7 +188,6 @@ def test_no_model_is_kept_while_its_speed_is_measured(job: ShrinkJob, monkeypatc
         ({"mlp": None, "heads": None, "layers": None}, "there is nothing to remove"),
         ({"parameters": 5000}, "5,000 cannot be met; the least possible is [0-9,]+ .nothing else can leave"),
         ({"parameters": 0.9, "samples": 1}, "2 of 2 tokens are the least"),
-        ({"target_share": 2.0}, "target_share=2.0 is not above 0 and at most 1"),
         ({"refit": "bias"}, "refit='bias' needs biases"),
     ],
 )

@@ -162,16 +162,6 @@ def test_shards_move(pool: ProcessPool, num_ranks: int, layout: str, architectur
             assert torch.equal(weights[name], weight)
 
 
-@pytest.mark.parametrize(
-    ("permute", "pattern", "message"),
-    [("channels", "row", "patterns such as '2:4'"), ("heads", "2:4", "is none of channels, none")],
-)
-def test_refused(permute: Any, pattern: str, message: str) -> None:
-    sparsity = None if pattern == "2:4" else 0.5
-    with pytest.raises(ValueError, match=message):
-        prune_blocks(tiny_model("llama"), TOKENS, sparsity, pattern=pattern, permute=permute)
-
-
 def test_readers_lose_less() -> None:
     reports = [
         prune_blocks(tiny_model("llama"), TOKENS, method="wanda", pattern="2:4", permute=permute)

@@ -49,35 +49,6 @@ def test_patterns_refuse_nonsense() -> None:
         Block(0, 0.5)
 
 
-WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"method": "lasso"}, ValueError, "method='lasso' is none of"),
-    ({"pattern": 0.5}, TypeError, "pattern must be a Pattern or its text, such as '2:4', not 0.5"),
-    ({"pattern": NByM(8, 16)}, ValueError, r"8:16 does not fit 'model.layers.0.self_attn.q_proj': its 24 inputs"),
-    ({"pattern": Block(5, 0.5)}, ValueError, "blocks of 5 x 5 do not fit 'model.layers.0.self_attn.q_proj'"),
-    ({"seed": "7"}, TypeError, "seed must be an int"),
-    ({"sequential": "map"}, ValueError, "sequential='map' is none of block, layer"),
-    ({"targets": "sparse"}, ValueError, "targets='sparse' is none of own, dense"),
-    ({"targets": "dense", "target_share": 1.5}, ValueError, r"target_share=1.5 is not in \(0, 1\]"),
-    ({"targets": "own", "target_share": 0.5}, ValueError, "target_share=0.5 is of the way to targets='dense'"),
-    ({"target_share": "half"}, TypeError, "target_share must be a number, not 'half'"),
-    ({"samples": TOKENS[:0]}, ValueError, r"samples must be \(num_samples, length\), not \(0, 16\)"),
-    ({"samples": TOKENS[0]}, ValueError, r"samples must be \(num_samples, length\), not \(16,\)"),
-    ({"samples": ["text"]}, TypeError, "samples are text: 'text'; distprune.calibration_windows"),
-    ({"samples": TOKENS.float()}, TypeError, "samples must be a tensor of int64 token ids"),
-    ({"samples": TOKENS + 100}, ValueError, "outside the model's vocabulary of 97"),
-]
-
-
-@pytest.mark.parametrize(("wrong", "kind", "message"), WRONG, ids=lambda value: str(value)[:30])
-def test_arguments_are_checked_first(wrong: dict[str, Any], kind: type[Exception], message: str) -> None:
-    model = tiny_model("llama")
-    before = copy.deepcopy(model.state_dict())
-    arguments: dict[str, Any] = {"samples": TOKENS, "method": "wanda", "pattern": HALF, **wrong}
-    with pytest.raises(kind, match=message):
-        prune_blocks(model, **arguments)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
 def with_other_pattern(rank: int) -> None:
     prune_blocks(tiny_model("llama"), TOKENS, method="wanda", pattern=Unstructured(0.5 + rank / 10))
 

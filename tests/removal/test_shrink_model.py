@@ -60,26 +60,6 @@ def test_kv_groups_leave_with_their_queries(folder: Path) -> None:
     assert all(len(index) == 1 for index in units.values())
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({}, "there is nothing to remove"),
-        ({"mlp": 29}, "29 of the 28"),
-        ({"heads": 3}, "multiples of 2"),
-        ({"mlp": 0.5, "criterion": "best"}, "best"),
-        ({"layers": 3, "layer_criterion": "angle"}, "angle"),
-    ],
-)
-def test_what_is_refused_changes_nothing(folder: Path, asked: dict[str, Any], message: str) -> None:
-    model = load_model(folder)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(ValueError, match=message):
-        shrink_model(model, SAMPLES, **asked)
-    after = model.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
 @pytest.mark.filterwarnings("ignore:.*has no one linear layer that could make up")
 @pytest.mark.parametrize("criterion", ["output", "usage"])
 def test_experts_leave_before_their_channels(criterion: Any) -> None:

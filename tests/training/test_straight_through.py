@@ -341,19 +341,9 @@ def _cast(model: nn.Module) -> None:
     optimizer.step()
 
 
-def _with(**arguments: Any) -> Callable[[nn.Module], object]:
-    return lambda model: StraightThrough(model, sgd(model.parameters()), **{"include": INCLUDE, **arguments})
-
-
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
-        (_with(pattern="row"), ValueError, "pattern='row' does not say how much is pruned"),
-        (_with(pattern="2;4"), ValueError, "pattern='2;4' is not known"),
-        (_with(pattern=prune.NByM(2, 8)), ValueError, "'layers.0.attention.q.weight'"),
-        (_with(decay=-1.0), ValueError, "decay=-1.0 must be a number from 0 up"),
-        (_with(every=0), ValueError, "every=0 must be a number of steps"),
-        (_with(include="nothing"), ValueError, "matches no parameter"),
         (lambda model: StraightThrough(model, None), TypeError, "expected a torch.optim.Optimizer"),
         (
             lambda model: StraightThrough(model, sgd(Exact().parameters()), include=INCLUDE),

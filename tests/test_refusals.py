@@ -1,0 +1,219 @@
+"""What the upper half refuses: a call, its arguments, the error and its words, alone and on three ranks.
+
+What fails has changed nothing, and all ranks say the same.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import distprune as prune
+from distprune import Block, NByM, Unstructured
+from distprune.jobs import FinetuneJob, OneShotJob, StreamedJob, run_finetune_job, run_one_shot_job, run_streamed_job
+from distprune.removal.choose_units import choose_units
+from tests.architectures import samples, tiny_model
+from tests.removal.test_choose_units import make
+from tests.training.exact import Exact
+from tests.training.optimizers import INCLUDE
+from tests.worlds import run_threads
+from tests.wrapped import transformer
+
+TOKENS = samples(4)
+BLOCKS = {"samples": TOKENS, "method": "wanda", "pattern": Unstructured(0.5)}
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[nn.Module]:
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    try:
+        yield model
+    finally:
+        assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def blocks(**arguments: Any) -> None:
+    with unchanged(tiny_model("llama")) as model:
+        prune.prune_blocks(model, **{**BLOCKS, **arguments})
+
+
+def shares(**arguments: Any) -> None:
+    with unchanged(tiny_model("llama")) as model:
+        prune.allocate(model, **{"samples": TOKENS, "sparsity": 0.6, **arguments})
+
+
+def shrink(**arguments: Any) -> None:
+    with unchanged(tiny_model("llama")) as model:
+        prune.shrink_model(model, TOKENS, **arguments)
+
+
+def units(architecture: str, keep: Any, **how: Any) -> None:
+    with unchanged(make(architecture)) as model:
+        choose_units(model, TOKENS, keep, **how)
+
+
+def trained(call: Callable[[nn.Module], object]) -> None:
+    with unchanged(transformer()) as model:
+        call(model)
+
+
+def straight(**arguments: Any) -> None:
+    with unchanged(Exact()) as model:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        prune.StraightThrough(model, optimizer, **{"include": INCLUDE, **arguments})
+
+
+def job(kind: Callable[..., Any], run: Callable[[Any], object], **arguments: Any) -> None:
+    run(kind(**{"model": "nowhere", "output": "nowhere/out", **arguments}))
+
+
+one_shot = partial(job, OneShotJob, run_one_shot_job, sparsity=0.5)
+streamed = partial(job, StreamedJob, run_streamed_job, sparsity=0.5)
+finetune = partial(job, FinetuneJob, run_finetune_job, data="text.txt")
+
+
+def other_optimizer(model: nn.Module) -> None:
+    prune.hold_zeros(model, torch.optim.SGD(transformer().parameters()), include=INCLUDE)
+
+
+def all_zeros() -> None:
+    model = transformer()
+    nn.init.zeros_(model.get_parameter("layers.0.up.weight"))
+    with unchanged(model):
+        prune.hold_zeros(model, include=INCLUDE)
+
+
+def goes_down(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters())
+    prune.SparseTraining(model, optimizer, schedule=lambda step: 0.5 / (step + 1), include=INCLUDE)
+
+
+Row = tuple[Callable[[], object], type[Exception], str]
+REFUSED: list[Row] = [
+    # one-shot pruning
+    (partial(blocks, method="lasso"), ValueError, "method='lasso' is none of"),
+    (partial(blocks, pattern=0.5), TypeError, "pattern must be a Pattern or its text, such as '2:4', not 0.5"),
+    (partial(blocks, pattern=NByM(8, 16)), ValueError, "8:16 does not fit 'model.layers.0.self_attn.q_proj': its 24"),
+    (partial(blocks, pattern=Block(5, 0.5)), ValueError, "blocks of 5 x 5 do not fit 'model.layers.0.self_attn.q_pr"),
+    (partial(blocks, seed="7"), TypeError, "seed must be an int"),
+    (partial(blocks, sequential="map"), ValueError, "sequential='map' is none of block, layer"),
+    (partial(blocks, targets="sparse"), ValueError, "targets='sparse' is none of own, dense"),
+    (partial(blocks, targets="dense", target_share=1.5), ValueError, r"target_share=1.5 is not in \(0, 1\]"),
+    (partial(blocks, targets="own", target_share=0.5), ValueError, "target_share=0.5 is of the way to targets='dense'"),
+    (partial(blocks, target_share="half"), TypeError, "target_share must be a number, not 'half'"),
+    (partial(blocks, refit="block"), ValueError, "needs targets='dense'"),
+    (partial(blocks, targets="dense", refit="all"), ValueError, "refit='all' is none of block, none"),
+    (partial(blocks, pattern=prune.PerRow(0.5), permute="channels"), ValueError, "patterns such as '2:4'"),
+    (partial(blocks, pattern="2:4", permute="heads"), ValueError, "is none of channels, none"),
+    (partial(blocks, samples=TOKENS[:0]), ValueError, r"samples must be \(num_samples, length\), not \(0, 16\)"),
+    (partial(blocks, samples=TOKENS[0]), ValueError, r"samples must be \(num_samples, length\), not \(16,\)"),
+    (partial(blocks, samples=["text"]), TypeError, "samples are text: 'text'; distprune.calibration_windows"),
+    (partial(blocks, samples=TOKENS.float()), TypeError, "samples must be a tensor of int64 token ids"),
+    (partial(blocks, samples=TOKENS + 100), ValueError, "outside the model's vocabulary of 97"),
+    # allocation
+    (partial(shares, sparsity=1), TypeError, "must be a share"),
+    (partial(shares, sparsity={"a": 0.5}), TypeError, "must be a share"),
+    (partial(shares, sparsity=1.5), ValueError, "outside"),
+    (partial(shares, sparsity=0.61, max_difference=0.0), ValueError, "no shares meet the budget"),
+    (partial(shares, max_difference=-1), ValueError, "max_difference=-1"),
+    (partial(shares, samples=TOKENS[:, :1]), ValueError, "two are the least"),
+    # removal
+    (shrink, ValueError, "there is nothing to remove"),
+    (partial(shrink, mlp=41), ValueError, "41 of the 40"),
+    (partial(shrink, heads=2, kv_groups=1), ValueError, "remove one of them, then the other"),
+    (partial(shrink, mlp=0.5, criterion="best"), ValueError, "best"),
+    (partial(shrink, layers=2, layer_criterion="angle"), ValueError, "angle"),
+    (partial(shrink, layers=5), ValueError, "layers: 5 of 3 cannot stay"),
+    (partial(shrink, parameters=1.5), ValueError, "1.5 is neither a number from 1 on nor a share in"),
+    (partial(shrink, parameters=0), ValueError, "0 is neither a number"),
+    (partial(shrink, parameters=10**9), ValueError, "not more than 1,000,000,000: there is none to remove"),
+    (
+        partial(shrink, parameters=100),
+        ValueError,
+        "the least possible is [0-9,]+ .mlp 8, heads 1, layers 1.",
+    ),
+    (partial(units, "llama", {"mlp": 0}), ValueError, "0 of the 40"),
+    (partial(units, "llama", {"heads": 3}), ValueError, "multiples of 2"),
+    (partial(units, "llama", {"heads": 1.5}), ValueError, "not in .0, 1."),
+    (partial(units, "llama", {"heads": True}), TypeError, "a number of units"),
+    (partial(units, "llama", {"heads": 2}, layers=[2, 1]), ValueError, "ascending"),
+    (partial(units, "llama", {"heads": 2}, layers=[0, 3]), ValueError, "0 to 2"),
+    (partial(units, "llama", {"mlp": 30}, refit="bias"), ValueError, "has none"),
+    (partial(units, "llama", {"mlp": 30}, refit="best"), ValueError, "none of least_squares"),
+    (partial(units, "llama", {"mlp": 30}, targets="best"), ValueError, "none of own, dense"),
+    (partial(units, "mixtral", {"experts": 2}), ValueError, "choose_experts"),
+    (partial(units, "gpt2", {"heads": 1}), NotImplementedError, "cannot be removed"),
+    # training
+    (all_zeros, ValueError, "'layers.0.up.weight' is all zeros"),
+    (partial(trained, other_optimizer), ValueError, "none of the 8 pruned parameters is among those of SGD"),
+    (partial(trained, goes_down), ValueError, "the schedule goes down from 0.5 to 0.25"),
+    (partial(trained, lambda model: prune.hold_zeros(model, "adam")), TypeError, "expected a torch.optim.Optimizer"),
+    (partial(trained, lambda model: prune.hold_zeros(model, include="nothing")), ValueError, "matches no parameter"),
+    (
+        partial(trained, lambda model: prune.SparseTraining(model, None, schedule=prune.constant(0.5))),
+        TypeError,
+        "counts the steps",
+    ),
+    (
+        partial(trained, lambda _: prune.Regrow(stop=10, every=1, by="gradient")),
+        ValueError,
+        "every=1 would leave no step",
+    ),
+    (partial(straight, pattern="row"), ValueError, "pattern='row' does not say how much is pruned"),
+    (partial(straight, pattern="2;4"), ValueError, "pattern='2;4' is not known"),
+    (partial(straight, pattern=NByM(2, 8)), ValueError, "'layers.0.attention.q.weight'"),
+    (partial(straight, decay=-1.0), ValueError, "decay=-1.0 must be a number from 0 up"),
+    (partial(straight, every=0), ValueError, "every=0 must be a number of steps"),
+    (partial(straight, include="nothing"), ValueError, "matches no parameter"),
+    # jobs: nothing is read before
+    (
+        partial(one_shot, samples=0),
+        ValueError,
+        r"samples \(--samples\) takes a number at least 1 .*, not 0",
+    ),
+    (partial(one_shot, sequence_length=0), ValueError, r"\(--sequence-length\) takes a number at least 1"),
+    (partial(one_shot, target_share=7.0), ValueError, "takes a number above 0 and at most 1, not 7.0"),
+    (partial(one_shot, target_share=math.nan), ValueError, "takes a number above 0 and at most 1, not nan"),
+    (
+        partial(one_shot, evaluation_length=1),
+        ValueError,
+        r"length \(--eval-length\) takes a number at least 2",
+    ),
+    (partial(one_shot, targets="none"), ValueError, r"targets \(--targets\) takes 'own', 'dense', not 'none'"),
+    (partial(one_shot, dtype=torch.int8), ValueError, r"dtype \(--dtype\) takes .*, not torch.int8"),
+    (partial(one_shot, own_words=3), ValueError, r"own_words=3 \(--own-words\) is beside a text"),
+    (partial(streamed, evaluate_on=("text.txt",)), ValueError, "builds no model"),
+    (partial(streamed, dtype=torch.bfloat16), ValueError, "leave out dtype"),
+    (partial(streamed, sparsity=1.5), ValueError, "outside"),
+    (finetune, ValueError, r"give steps \(--steps\) or minutes \(--minutes\)"),
+    (partial(finetune, steps=2, minutes=1.0), ValueError, "not both 2 and 1.0"),
+    (partial(finetune, steps=0), ValueError, r"steps \(--steps\) takes a number at least 1, not 0"),
+    (partial(finetune, steps=2, learning_rate=math.inf), ValueError, "takes a number above 0 and finite, not inf"),
+    (partial(finetune, steps=2, compute_dtype=torch.float16), ValueError, "takes torch.bfloat16, torch.float32, not"),
+]
+
+
+def wrong(num_ranks: int) -> list[str]:
+    """Return what is said otherwise than the table has it."""
+    found = []
+    for call, error, words in REFUSED:
+        for raised in run_threads(num_ranks, lambda _, call=call: call(), catch=True):
+            if not isinstance(raised, error) or not re.search(words, str(raised)):
+                found.append(f"{words}: {raised!r}")
+    return found
+
+
+def test_alone() -> None:
+    assert wrong(1) == []
+
+
+def test_on_three_ranks() -> None:
+    """All ranks raise the same, and none waits for another."""
+    assert wrong(3) == []
