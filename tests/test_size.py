@@ -20,7 +20,7 @@ LINES = {
     "kernels": (814, 800),
     "masks": (495, 470),
     "models": (914, 690),
-    "oneshot": (2399, 1440),
+    "oneshot": (2373, 1440),
     "patterns": (1548, 690),
     "pruning": (1445, 960),
     "removal": (1729, 1160),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,10 +20,10 @@ from distprune.calibration.targets import Targets
 from distprune.calibration.visit import walking
 from distprune.calibration.walk import Walk
 from distprune.collectives.agree import agree, max_together, together
-from distprune.collectives.base import Communicator
+from distprune.collectives.base import Communicator, Traffic
 from distprune.models.linear_layers import LinearLayer, linear_layers
 from distprune.oneshot.block_fit import BlockFit, fit_block
-from distprune.oneshot.block_layers import BlockLayers, copies_of, unreached, write_copies
+from distprune.oneshot.block_layers import BlockLayers, unreached
 from distprune.oneshot.channel_order import order_channels
 from distprune.oneshot.channels import find_channels
 from distprune.oneshot.driver import Clock
@@ -39,6 +37,8 @@ from distprune.shards.local_shard import LocalShard
 OnBlock = Callable[[int, BlockReport], None]
 Finished = Callable[[int], bool]
 
+_STAGES = ("forward", "reduce", "target", "factor", "sweep", "fit")
+_AT_ONCE = BlockOrder((), frozenset(), frozenset(), frozenset())
 _HEALING = Aim(share=1.0, damping=1.0)  # what one layer can make up for whole layers overfits with less
 
 
@@ -110,12 +110,14 @@ def run_blocks(
         for index in range(len(walk.blocks)):
             if index in options.skipped:
                 continue
+            # The dense stream goes through a block before it is restored.
+            begun = pruner.begin(index) if finished is None or options.has_targets else None
             if finished is not None:
-                if pruner.pass_by(index, partial(finished, index)):
+                if pruner.is_restored(index, finished):
                     num_parameters = None
                     continue
                 finished = None
-            reports.append(pruner.prune(index))
+            reports.append(pruner.prune(begun or pruner.begin(index)))
             if calls_back:
                 with together(comm):
                     if on_block is not None:
@@ -134,12 +136,28 @@ def run_blocks(
 
 
 @dataclass
-class _Done:
-    """What became of a block: weights that stay ``dense``, with the reasons; by layer, outcomes and tokens."""
+class _Begun:
+    """Block ``index``: its ``order`` and ``targets``, found before it is pruned, and what becomes of it.
 
+    ``dense``: weights that stay so, with the reasons; by layer ``outcomes`` and ``num_tokens``.
+    """
+
+    index: int
+    order: BlockOrder
+    targets: Targets | None
+    traffic: Traffic  # before
+    seconds: dict[str, float]
     dense: dict[str, str]
-    totals: dict[str, Outcome] = field(default_factory=dict)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
     num_tokens: dict[str, int] = field(default_factory=dict)
+
+    @contextmanager
+    def clock(self, stage: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
 
 
 @dataclass
@@ -158,43 +176,79 @@ class _BlockPruner:
     num_windows: int  # over all ranks
     orders: dict[tuple[tuple[str, ...], ...], BlockOrder] = field(default_factory=dict)  # by the names of all layers
     num_dense: int = 0  # blocks that the dense stream is behind
-    permuted: int = -1  # the last block whose channels have changed places
 
-    def prune(self, index: int) -> BlockReport:
-        """Prune block ``index`` and advance the walk behind it, if another block follows. Every rank must call it."""
-        comm, walk, options = self.comm, self.walk, self.options
-        traffic = comm.traffic.copy()
-        stages = ("forward", "reduce", "target", "factor", "sweep", "fit")
-        seconds = dict.fromkeys(stages if options.permutes is None else ("permute", *stages), 0.0)
-        clock = partial(_clock, seconds)
-        name, linears = walk.blocks[index][0], self.linears[index].linears
+    def begin(self, index: int) -> _Begun:
+        """Put the channels of block ``index`` in order, if that is asked for, and advance the dense stream behind it.
+
+        Every rank must call it, as what follows: :meth:`is_restored`, :meth:`prune`.
+        """
+        options, linears = self.options, self.linears[index]
+        begun = _Begun(index, _AT_ONCE, None, self.comm.traffic.copy(), {}, dict(linears.dense))
         if options.permutes is not None:
-            with clock("permute"):
+            with begun.clock("permute"):
                 self._permute(index, options.permutes)
-        with clock("forward"):
-            order = self._order(index, linears)
-            targets = self._dense_pass(index, linears, order) if options.has_targets else None
-        done = self._prune_stages(index, order, targets, clock)
-        del targets
+        with begun.clock("forward"):
+            begun.order = self._order(index, linears.linears)
+            begun.targets = self._dense_pass(index, linears.linears, begun.order) if options.has_targets else None
+        return begun
+
+    def is_restored(self, index: int, finished: Finished) -> bool:
+        """Return whether ``finished`` brings block ``index`` to what it was pruned to; then advance behind it."""
+        with together(self.comm):
+            is_done = bool(finished(index))
+        agree(self.comm, {f"finished({index})": is_done})
+        if is_done and self._next(index) < len(self.walk.blocks):
+            self.walk.advance(index, self.comm)
+        return is_done
+
+    def prune(self, begun: _Begun) -> BlockReport:
+        """Prune the block stage by stage, and advance the walk behind it, if another block follows."""
+        walk, index = self.walk, begun.index
+        for stage in begun.order.stages:
+            with begun.clock("forward"):
+                statistics = self._run(begun, stage)
+            for moments in self._reduced(statistics, begun):
+                self._prune_layers(begun, moments)
+        begun.targets = None
         fit, advances = None, self._next(index) < len(walk.blocks)
-        if options.fits:
-            with clock("fit"):
-                fit = self._fit(index, done.dense, advances)
+        if self.options.fits:
+            with begun.clock("fit"):
+                fit = self._fit(index, begun.dense, advances)
         elif advances:
-            with clock("forward"):
-                walk.advance(index, comm)
-        used = comm.traffic - traffic
-        reports = []
-        for of_layer in (of_layer for of_layer in linears if of_layer in done.totals):
-            of, num_tokens = done.totals[of_layer], done.num_tokens[of_layer]
-            numel = linears[of_layer].num_out * linears[of_layer].num_in
-            counts = (numel, of.num_pruned, of.num_zeros, of.relative_error, of.damping or None, num_tokens)
-            reports.append(LayerReport(f"{name}.{of_layer}", *counts))
-        dense = {f"{name}.{path}": reason for path, reason in done.dense.items()}
-        residual = tuple(
-            f"{name}.{of_layer}" for of_layer in linears if options.has_targets and of_layer in order.adding
-        )
-        return BlockReport(index, name, tuple(reports), dense, residual, seconds, used.num_rounds, used.num_bytes, fit)
+            with begun.clock("forward"):
+                walk.advance(index, self.comm)
+        return self._report(begun, fit)
+
+    def _prune_layers(self, begun: _Begun, moments: list[Moments]) -> None:
+        """Prune the layers that ``moments`` are of, but for those that no token reached."""
+        options, name, layers = self.options, self.walk.blocks[begun.index][0], self.linears[begun.index].linears
+        now = {layer: layers[layer] for layer in layers if any(layer in m.names for m in moments)}
+        unseen = unreached(name, now, moments)
+        begun.dense |= {now.pop(layer).parameter_path: reason for layer, reason in unseen.items()}
+        moments = [m for m in moments if m.names[0] in now]
+        begun.num_tokens |= {layer: m.num_tokens for m in moments for layer in m.names}
+        has_target = not any(f"{name}.{layer}" in options.towards_own for layer in now)
+        aim = Aim(options.target_share if has_target else 0.0)
+        if self._heals(begun.index, begun.order) in now:
+            aim = _HEALING
+        owned = {linear.parameter_path: self.owned[f"{name}.{linear.parameter_path}"] for linear in now.values()}
+        with whole_rows(self.comm, now, owned, f"{name}.") as rows, torch.no_grad():
+            begun.outcomes |= self.prune_rows(self.comm, rows, moments, begun.clock, aim)
+
+    def _report(self, begun: _Begun, fit: BlockFit | None) -> BlockReport:
+        name, layers = self.walk.blocks[begun.index][0], list[LayerReport]()
+        for layer, linear in self.linears[begun.index].linears.items():
+            if layer in begun.outcomes:
+                outcome, numel = begun.outcomes[layer], linear.num_out * linear.num_in
+                counts = outcome.num_pruned, outcome.num_zeros, outcome.relative_error, outcome.damping or None
+                layers.append(LayerReport(f"{name}.{layer}", numel, *counts, begun.num_tokens[layer]))
+        adding = [layer for layer in self.linears[begun.index].linears if layer in begun.order.adding]
+        residual = tuple(f"{name}.{layer}" for layer in adding if self.options.has_targets)
+        dense = {f"{name}.{path}": reason for path, reason in begun.dense.items()}
+        stages = ("permute",) * (self.options.permutes is not None) + _STAGES
+        seconds, used = {stage: begun.seconds.get(stage, 0.0) for stage in stages}, self.comm.traffic - begun.traffic
+        found = tuple(layers), dense, residual, seconds, used.num_rounds, used.num_bytes, fit
+        return BlockReport(begun.index, name, *found)
 
     def _fit(self, index: int, dense: Mapping[str, str], advances: bool) -> BlockFit | None:
         """Fit block ``index`` as a whole, but not matrices ``dense``. Every rank must call it: see ``fit_block``."""
@@ -209,8 +263,6 @@ class _BlockPruner:
         reads some.
         """
         comm, (name, block) = self.comm, self.walk.blocks[index]
-        if index == self.permuted:
-            return
         with together(comm):
             linears = self.linears[index].linears
             found = find_channels(self.walk.model, block, linears, pattern.m)
@@ -218,84 +270,27 @@ class _BlockPruner:
             some = {reader: linears[reader] for reader in found}
             statistics = InputStatistics(some, "squares", self.walk.sample_group, comm)
             statistics.run(self.walk, index)
-            for of in itertools.chain(*self._reduced(statistics, name, lambda _: nullcontext())):
-                order_channels(comm, name, block, found[of.names[0]], of, linears, self.owned, pattern)
-        self.permuted = index
+            with self._naming(index):
+                (moments,) = statistics.reduce(comm)
+            for m in moments:
+                order_channels(comm, name, block, found[m.names[0]], m, linears, self.owned, pattern)
 
-    def _prune_stages(self, index: int, order: BlockOrder, targets: Targets | None, clock: Clock) -> _Done:
-        """Prune the layers of block ``index`` stage by stage."""
-        comm, options, (name, _), layers = self.comm, self.options, self.walk.blocks[index], self.linears[index]
-        done = _Done(dict(layers.dense))
-        for stage in order.stages:
-            some = {of_layer: layers.linears[of_layer] for of_layer in stage}
-            with clock("forward"):
-                statistics = self._run(index, some, order, targets)
-            for moments in self._reduced(statistics, name, clock):
-                names = {of_layer for m in moments for of_layer in m.names}
-                now = {of_layer: linear for of_layer, linear in some.items() if of_layer in names}
-                unseen = unreached(name, now, moments)
-                done.dense |= {now[of_layer].parameter_path: reason for of_layer, reason in unseen.items()}
-                now = {of_layer: linear for of_layer, linear in now.items() if of_layer not in unseen}
-                moments = [m for m in moments if m.names[0] in now]
-                done.num_tokens |= {of_layer: m.num_tokens for m in moments for of_layer in m.names}
-                is_own = any(f"{name}.{of_layer}" in options.towards_own for of_layer in now)
-                aim = Aim(0.0 if is_own else options.target_share)
-                if self._heals(index, order) in now:
-                    aim = _HEALING
-                owned = {of.parameter_path: self.owned[f"{name}.{of.parameter_path}"] for of in now.values()}
-                with whole_rows(comm, now, owned, f"{name}.") as rows, torch.no_grad():
-                    done.totals |= self.prune_rows(comm, rows, moments, clock, aim)
-        return done
-
-    def _reduced(self, statistics: InputStatistics, name: str, clock: Clock) -> Iterator[list[Moments]]:
-        """Yield the moments of ``statistics``, as :meth:`InputStatistics.reduce` does, of the block ``name``."""
+    def _reduced(self, statistics: InputStatistics, begun: _Begun) -> Iterator[list[Moments]]:
+        """Yield the moments of ``statistics``, as :meth:`InputStatistics.reduce` does; an error names the block."""
         waves = statistics.reduce(self.comm, expert_memory=self.options.expert_memory)
         while True:
-            with clock("reduce"):
-                try:
-                    moments = next(waves, None)
-                except (ValueError, NotImplementedError) as error:  # on every rank
-                    raise type(error)(f"block {name!r}: {error}") from error
+            with begun.clock("reduce"), self._naming(begun.index):
+                moments = next(waves, None)
             if moments is None:
                 return
             yield moments
 
-    def pass_by(self, index: int, restore: Callable[[], bool]) -> bool:
-        """Let ``restore`` bring block ``index`` to what it was pruned to before, and advance behind it if it does.
-
-        Returns whether it did. With a dense stream, this rank's shards of the block are kept twice more meanwhile:
-        whether it is restored shows only when it is not dense any more. Every rank must call it.
-        """
-        comm, walk, block = self.comm, self.walk, self.walk.blocks[index][1]
-        if self.options.has_targets and self.options.permutes is not None:
-            self._permute(index, self.options.permutes)  # the dense stream went through the block like this
-        with together(comm):
-            dense = copies_of(block) if self.options.has_targets else {}
-        with together(comm):
-            is_done = bool(restore())
-        agree(comm, {f"finished({index})": is_done})
-        if not is_done:
-            return False
-        if dense:
-            with self._standing_in(block, dense):
-                self._advance_dense(self._next(index))
-        if self._next(index) < len(walk.blocks):
-            walk.advance(index, comm)
-        return True
-
     @contextmanager
-    def _standing_in(self, block: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Let ``weights``, of this rank, stand in ``block`` for its own while this lasts. Every rank: two rounds."""
-        with together(self.comm):
-            own = copies_of(block)
-            write_copies(block, weights)
+    def _naming(self, index: int) -> Iterator[None]:
         try:
             yield
-        except BaseException:
-            write_copies(block, own)
-            raise
-        with together(self.comm):
-            write_copies(block, own)
+        except (ValueError, NotImplementedError) as error:  # on every rank
+            raise type(error)(f"block {self.walk.blocks[index][0]!r}: {error}") from error
 
     def _next(self, index: int) -> int:
         """Return the block after block ``index`` that is not skipped, or how many blocks there are."""
@@ -303,7 +298,7 @@ class _BlockPruner:
 
     def _order(self, index: int, linears: Mapping[str, LinearLayer]) -> BlockOrder:
         if not (self.options.by_layer or self.options.has_targets):
-            return BlockOrder((tuple(linears),), frozenset(), frozenset(), frozenset())
+            return replace(_AT_ONCE, stages=(tuple(linears),))
         everything = linear_layers(self.walk.blocks[index][1])
         names = tuple(linears), tuple(everything)
         if names not in self.orders:  # blocks are alike
@@ -343,22 +338,12 @@ class _BlockPruner:
             self.walk.advance(self.num_dense, self.comm, dense=True)
             self.num_dense += 1
 
-    def _run(
-        self, index: int, linears: Mapping[str, LinearLayer], order: BlockOrder, targets: Targets | None
-    ) -> InputStatistics:
-        """Run block ``index``, as far as ``linears`` ask for, on all samples, and return what they are given."""
+    def _run(self, begun: _Begun, stage: Sequence[str]) -> InputStatistics:
+        """Run the block on all samples, as far as the layers of ``stage`` ask for, and return what they are given."""
         options, walk = self.options, self.walk
-        awaited = linears if order.called_once.issuperset(linears) else ()
+        linears = {layer: self.linears[begun.index].linears[layer] for layer in stage}
+        awaited = linears if begun.order.called_once.issuperset(linears) else ()
         needs: Needs = "products" if options.has_targets else options.needs
-        statistics = InputStatistics(linears, needs, walk.sample_group, self.comm, targets, awaited, walk.offload)
-        statistics.run(walk, index)
+        statistics = InputStatistics(linears, needs, walk.sample_group, self.comm, begun.targets, awaited, walk.offload)
+        statistics.run(walk, begun.index)
         return statistics
-
-
-@contextmanager
-def _clock(seconds: dict[str, float], stage: str) -> Iterator[None]:
-    started = time.perf_counter()
-    try:
-        yield
-    finally:
-        seconds[stage] += time.perf_counter() - started

@@ -7,14 +7,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from distprune.calibration.moments import Moments
 from distprune.models.experts import check_experts
 from distprune.models.linear_layers import UNUSUAL, LinearLayer, dense_weights, linear_layers
 from distprune.patterns.base import Pattern
-from distprune.shards.layouts import local_of
 from distprune.shards.matrix import Matrix
 
 _NUM_NAMED = 3  # weights that a warning names for each reason
@@ -95,14 +93,3 @@ def _warn(dense: Mapping[str, Sequence[str]]) -> None:
 def num_places(module: nn.Module) -> Counter[int]:
     """Return in how many places of ``module`` each parameter is, by its id. Local."""
     return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
-
-
-def copies_of(block: nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of this rank's parts of all parameters, by name. Local."""
-    return {name: local_of(parameter.detach()).clone() for name, parameter in block.named_parameters()}
-
-
-def write_copies(block: nn.Module, copies: Mapping[str, torch.Tensor]) -> None:
-    """Write ``copies``, of :func:`copies_of`, into ``block``. Local."""
-    for name, parameter in block.named_parameters():
-        local_of(parameter.detach()).copy_(copies[name])
