@@ -356,7 +356,7 @@ ALIKE = (
     "finetune",
 )
 
-FIT = ("oneshot/block_fit", "calibration/window_gradients")
+FIT = ("oneshot/block_fit",)
 TRIED: Tried = Counter()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from distprune.calibration.stand_in import standing_in
-from distprune.calibration.walk import Call, Walk, check_plain, hidden_of, with_hidden
+from distprune.calibration.walk import Call, Part, Walk, check_plain, hidden_of, with_hidden
 from distprune.collectives.communicator import Alone
 from distprune.collectives.guarded import Guarded
 from distprune.models.decoder_blocks import decoder_blocks
@@ -22,15 +22,16 @@ def catch_inputs(
     model: nn.Module,
     batches: Sequence[Mapping[str, Any]],
     *,
+    parts: Sequence[Part] = (),
     offload: bool = False,
     comm: Guarded | None = None,
 ) -> Walk:
     """Return the walk that begins before the first decoder block of ``model``.
 
-    Each batch is the keyword arguments of the model's forward. The first one runs the first
-    block and what is around the blocks, to learn how each of them is called; the others stop where the last
-    kind of call begins, which for most models is at the first block. With ``offload`` the hidden states wait on the
-    CPU between blocks. Every rank must pass as many batches. FSDP2 gathers the root, embeddings and head, once for
+    Each batch is the keyword arguments of the model's forward. The first one runs the first block and what is around
+    the blocks, to learn how each of them is called; the others stop where the last kind of call begins, which for most
+    models is at the first block. With ``offload`` the hidden states wait on the CPU between blocks. Of ``parts`` the
+    calls are learned, too. Every rank must pass as many of both. FSDP2 gathers the root, embeddings and head, once for
     all of them. Rounds: 1 for each batch and 1 before the first block is gathered, of 64 bytes.
 
     Raises:
@@ -44,7 +45,7 @@ def catch_inputs(
         raise ValueError("there is no calibration sample")
     take_roots(model)
     windows = [range(i, i + 1) for i in range(len(batches))]  # unless the caller knows better
-    walk = Walk(model, blocks, batches=list(batches), windows=windows, offload=offload)
+    walk = Walk(model, blocks, batches=list(batches), windows=windows, parts=list(parts), offload=offload)
     learner = _Learner(model, blocks, comm or Guarded(Alone()))
     firsts: list[int] = []  # by block, the first of its kind
     reset_forward(model)
@@ -56,6 +57,11 @@ def catch_inputs(
                     firsts = [next(i for i, other in enumerate(calls) if other.is_same(call)) for call in calls]
                 walk.hidden.append(hidden.to("cpu" if offload else hidden.device, copy=True))
                 walk.calls.append([calls[first] for first in firsts])
+            for part in parts:
+                hidden, calls = learner.calls(part.batch, max(firsts) + 1)
+                part.calls = [calls[first] for first in firsts]
+                sizes = zip(hidden.shape, walk.hidden[0].shape, strict=True)
+                walk.sample_dim = next((dim for dim, of in enumerate(sizes) if len(set(of)) > 1), walk.sample_dim)
     finally:
         reset_forward(model)
     walk.output = with_hidden(learner.output, torch.empty(0, dtype=torch.float32, device="cpu"))

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from distprune.calibration.catch_inputs import catch_inputs
-from distprune.calibration.data import own_samples
+from distprune.calibration.data import Samples, own_samples
 from distprune.calibration.sample_group import SampleGroup, find_sample_group, shared_axis
-from distprune.calibration.walk import Walk
+from distprune.calibration.walk import Part, Walk
 from distprune.collectives.agree import sum_together, together
 from distprune.collectives.base import Communicator
 from distprune.collectives.guarded import guarding
 from distprune.models.evaluating import evaluating
-from distprune.shards.device import fetched
+from distprune.shards.device import fetched, sent
 
 Progress = Callable[[int, int], None] | None
 
@@ -32,10 +32,12 @@ def walking(
     offload: bool = False,
     has_dense: bool = False,
     batch_tokens: int | None = None,
+    num_together: int | None = None,
 ) -> Iterator[Walk]:
     """Yield the walk of ``samples`` (num_samples, length) through ``model``, which is in evaluation mode meanwhile.
 
-    ``has_dense``: the walk has a dense stream; ``batch_tokens`` run together, see ``tokens_together``. Every rank must
+    ``has_dense``: the walk has a dense stream; ``batch_tokens`` run together, see ``tokens_together``;
+    ``num_together`` consecutive samples of all make one of the walk's parts, if there are to be any. Every rank must
     call it. Rounds: those of :func:`catch_inputs`, one of 64 bytes before each of them, and one at the end.
 
     Raises:
@@ -47,13 +49,29 @@ def walking(
             stack.enter_context(evaluating(model))
             mine = own_samples(sample_group, model, samples, batch_tokens)
             with sample_group.passing():
-                walk = catch_inputs(model, mine.batches, offload=offload, comm=ranks)
+                parts = [] if num_together is None else _parts(sample_group, samples, num_together, mine)
+                walk = catch_inputs(model, mine.batches, parts=parts, offload=offload, comm=ranks)
             walk.sample_group, walk.windows = sample_group, mine.windows
             if sample_group.size > 1:
                 walk.check_whole()
             if has_dense:
                 walk.split()
         yield walk
+
+
+def _parts(sample_group: SampleGroup, samples: torch.Tensor, num_together: int, mine: Samples) -> list[Part]:
+    """Return which ``samples`` run together, so many of all at a time, and which of them are ``mine``. Local."""
+    number, num_groups = sample_group.number, sample_group.num_groups
+    device = mine.batches[0]["input_ids"].device
+    found = []
+    for start in range(0, len(samples), num_together):
+        of_all = range(start, min(start + num_together, len(samples)))
+        windows = range(start + (number - start) % num_groups, of_all.stop, num_groups)
+        first = windows[0] // num_groups if windows else 0
+        some = list(windows) or [number if number < len(samples) else 0]
+        batch = {"input_ids": sent(samples[some], device), "use_cache": False}
+        found.append(Part(of_all, windows, slice(first, first + len(some)), batch))
+    return found
 
 
 class Visitor(ABC):

@@ -48,6 +48,22 @@ class Call:
 
 
 @dataclass
+class Part:
+    """Few samples, that run together where a walk's batches are too many: for a step of a fit.
+
+    ``of_all`` are their numbers, ``windows`` those of this rank, which are its samples ``rows``; without any it is
+    padding, one sample that is run and not counted. ``batch`` are the arguments of the model's forward, and
+    ``calls[b]`` is how block b is then called.
+    """
+
+    of_all: range
+    windows: range
+    rows: slice
+    batch: Mapping[str, Any]
+    calls: list[Call] = field(default_factory=list)
+
+
+@dataclass
 class Walk:
     """The samples of this rank on their way through the blocks, in batches.
 
@@ -65,6 +81,8 @@ class Walk:
     calls: list[list[Call]] = field(default_factory=list)
     dense: list[torch.Tensor] = field(default_factory=list)
     batches: list[Mapping[str, Any]] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    sample_dim: int = 0  # of hidden states; their first one in most models
     output: Any = None
     offload: bool = False  # hidden states are on the CPU between blocks
     sample_group: SampleGroup = field(default_factory=SampleGroup)  # that runs these samples
@@ -102,6 +120,17 @@ class Walk:
         for hidden in self.hidden:
             with fitting(self):
                 self.dense.append(hidden.clone())
+
+    def rows(self, part: Part, *, dense: bool = False) -> torch.Tensor:
+        """Return what the next block is given for the samples of ``part``. Local."""
+        found, first = [], 0
+        for batch, hidden in zip(self.batches, self.dense if dense else self.hidden, strict=True):
+            num = len(batch["input_ids"])
+            start, stop = (min(max(bound - first, 0), num) for bound in (part.rows.start, part.rows.stop))
+            first += num
+            if start < stop:
+                found.append(hidden if stop - start == num else hidden.narrow(self.sample_dim, start, stop - start))
+        return found[0] if len(found) == 1 else torch.cat(found, self.sample_dim)
 
     @contextmanager
     def block(

@@ -22,7 +22,7 @@ from distprune.calibration.walk import Walk
 from distprune.collectives.agree import agree, max_together, together
 from distprune.collectives.base import Communicator, Traffic
 from distprune.models.linear_layers import LinearLayer, linear_layers
-from distprune.oneshot.block_fit import BlockFit, fit_block
+from distprune.oneshot.block_fit import BlockFit, batch_size, fit_block
 from distprune.oneshot.block_layers import BlockLayers, unreached
 from distprune.oneshot.channel_order import order_channels
 from distprune.oneshot.channels import find_channels
@@ -101,12 +101,17 @@ def run_blocks(
 
     calls_back = bool(max_together(comm, (1,), tell))
     owned = {shard.name: shard.owned for shard in shards}
-    num_together = 1 if options.fits else batch_tokens  # a fit has its own batches
-    has_dense = options.has_targets
     with walking(
-        comm, sample_group, model, samples, offload=offload, has_dense=has_dense, batch_tokens=num_together
+        comm,
+        sample_group,
+        model,
+        samples,
+        offload=offload,
+        has_dense=options.has_targets,
+        batch_tokens=batch_tokens,
+        num_together=batch_size(len(samples)) if options.fits else None,
     ) as walk:
-        pruner = _BlockPruner(comm, walk, options, linears, owned, prune_rows, len(samples))
+        pruner = _BlockPruner(comm, walk, options, linears, owned, prune_rows)
         for index in range(len(walk.blocks)):
             if index in options.skipped:
                 continue
@@ -173,7 +178,6 @@ class _BlockPruner:
     linears: Sequence[BlockLayers]
     owned: Mapping[str, bool]
     prune_rows: PruneRows
-    num_windows: int  # over all ranks
     orders: dict[tuple[tuple[str, ...], ...], BlockOrder] = field(default_factory=dict)  # by the names of all layers
     num_dense: int = 0  # blocks that the dense stream is behind
 
@@ -254,7 +258,7 @@ class _BlockPruner:
         """Fit block ``index`` as a whole, but not matrices ``dense``. Every rank must call it: see ``fit_block``."""
         linears = linear_layers(self.walk.blocks[index][1]).values()
         matrices = {linear.parameter_path for linear in linears} - dense.keys()
-        return fit_block(self.comm, self.walk, index, matrices, self.num_windows, self.options.seed, advances)
+        return fit_block(self.comm, self.walk, index, matrices, self.options.seed, advances)
 
     def _permute(self, index: int, pattern: NByM) -> None:
         """Put the channels of block ``index``, which is dense, in their order, by what it is given now.

@@ -2,65 +2,66 @@
 
 Minimised is ||f(h) - h_out||^2 / ||h_out - h||^2 over all windows, h what the pruned model gives block f and h_out what
 the dense one is behind it, over the kept weights of pruned layers and over 1-D parameters: gains and biases. By Adam
-(arXiv 1412.6980), each of whose operations is rounded by itself, so that no layout changes a bit. On a device fused
-attention has other bits in each pass backward: torch's plain one stands in for it. Of kernels that a model brings
-along, and of experts' sums there, nothing is promised.
+(arXiv 1412.6980), in float32. On a device torch's plain attention stands in for fused ones, whose passes backward add
+in any order.
 
 Experts are fitted with the rest; matrices that no layer of the walk reads (routers, convolutions) are not.
 
-A batch has as many windows on any number of ranks, 4, or of many a 32nd: more sample groups than that do not make a fit
-faster.
+What raises on one rank within a step is kept until all steps are done: the rounds of each step take place nevertheless.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from distprune.calibration.walk import Walk
-from distprune.calibration.window_gradients import WindowGradients
-from distprune.collectives.agree import together
-from distprune.collectives.base import Communicator
+from distprune.calibration.walk import Part, Walk, named
+from distprune.collectives.agree import sum_together, together
+from distprune.collectives.base import Communicator, as_told, cannot_meet
+from distprune.collectives.tensors import placed_like
+from distprune.models.evaluating import needing_gradients
 from distprune.oneshot.block_layers import num_places
-from distprune.shards.device import on_host, own_settings, row_chunks
-from distprune.shards.layouts import local_shard
-from distprune.shards.local_shard import LocalShard
+from distprune.shards.device import fetched, own_settings, plain_attention
+from distprune.shards.geometry import Geometry
+from distprune.shards.layouts import local_of, local_shard
+from distprune.shards.local_shard import LocalShard, cut
 
 _LEAST_BATCH, _MOST_BATCHES = 4, 32  # windows; of all windows
 NUM_EPOCHS = 2  # passes over all of them
-_BETAS, _EPSILON = (0.9, 0.95), 1e-8
+_BETAS = (0.9, 0.95)
 _STEP, _USUAL_RMS = 1e-3, 0.1  # the first step, of a matrix whose root mean square is so large
 _WARM_UP, _LEAST = 0.1, 0.1  # of all steps; of the learning rate, at the end
 
 
 @dataclass(frozen=True)
 class BlockFit:
-    """Relative errors before and after, see ``Measured.relative_error``; the weights are those with the smaller one."""
+    """||f(h) - h_out|| / ||h_out - h|| before and after; the weights are those with the smaller one."""
 
     before: float
     after: float
 
 
 def fit_block(
-    comm: Communicator, walk: Walk, index: int, matrices: Collection[str], num_windows: int, seed: int, advances: bool
+    comm: Communicator, walk: Walk, index: int, matrices: Collection[str], seed: int, advances: bool
 ) -> BlockFit | None:
     """Fit block ``index`` of ``walk`` in place: its parameters ``matrices``, and all 1-D ones, but none it shares.
 
     ``walk`` is before the block, its dense stream behind it; if it ``advances``, it is behind the block afterwards.
     Weights of ``matrices`` that are 0 stay so, and no other becomes 0. ``None``: there is nothing to fit. The order
-    of batches, each of consecutive windows, which ranks share alike, follows from ``seed``, the block and the epoch.
-    Beyond what a run of the block takes, a rank needs memory for what autograd keeps of one window, for the gradients
-    of that, for those of a batch in float32, and of its own shards for 3 times float32 and a copy. The pruned stream is
-    there twice for a while.
+    of steps follows from ``seed``, the block and the epoch; their windows are those of ``walk.parts``. Beyond what a
+    run of the block takes, a rank needs memory for what autograd keeps of the windows of one step, for the gradients
+    of all parameters, twice, one of them in float32, and of its own shards for 3 times float32 and a copy. The pruned
+    stream is there twice for a while.
 
-    Every rank must call it. Rounds: 6 of at most 16 bytes for each window or parameter, 3 of 64 bytes, and for each of
-    ``num_steps`` 2, see :meth:`WindowGradients.add_up`; FSDP2 gathers the block once more for each.
+    Every rank must call it. Rounds: 2 of 24 bytes, 1 of 16 bytes a parameter, 4 of 64 bytes, and for each step 1 of 4
+    bytes for each element of all parameters; FSDP2 gathers the block once more for each.
 
     Raises:
         ValueError, NotImplementedError: on every rank: NaN or Inf; a block that torch finds no gradients of. As with
@@ -68,37 +69,32 @@ def fit_block(
     """
     block = walk.blocks[index][1]
     with together(comm):
-        numel = walk.dense[0].numel()
-        of_others = _shared(walk.model, block)
-        fitted = {name: of for name, of in block.named_parameters() if name in matrices or _is_vector(of)}
-        names = [name for name, of in fitted.items() if id(of) not in of_others]
-        gradients = WindowGradients(comm, walk, index, names, num_windows, batch_size(num_windows)) if names else None
-    before, sizes = (None, []) if gradients is None else gradients.measure_both()
-    if gradients is None or before is None or not before.error or not before.size:
+        shared = _shared(walk.model, block)
+        fitted = {name: p for name, p in block.named_parameters() if name in matrices or _is_vector(p)}
+        shards = [local_shard(name, p) for name, p in fitted.items() if id(p) not in shared]
+    before, _ = _measured(comm, walk, index)
+    if not shards or not before.error or not before.size:
         if advances:
             walk.advance(index, comm)
         return None
-    rates = _rates(names, sizes, matrices)
-    shards: list[_FittedShard] = []
+    rates = _rates(comm, shards, matrices)
     with together(comm):
-        for name, rate in zip(names, rates, strict=True):
-            shard = local_shard(name, block.get_parameter(name))
-            shards.append(_FittedShard(shard, rate, holds=name in matrices))
+        fit = _Fit(walk, index, shards, rates, matrices, before.num_elements / before.size)
+        steps = [part for epoch in range(NUM_EPOCHS) for part in _shuffled(walk.parts, f"{seed}:{index}:{epoch}")]
     try:
-        scale = numel * num_windows / before.size  # gradients do not depend on the unit of h
-        batches = list(_batches(num_windows, index, seed))
-        for step, batch in enumerate(batches):
-            gradients.add_up(batch, scale)
-            with gradients.keeping_error(), own_settings(), torch.no_grad():
-                for of in shards:
-                    of.step(gradients.part(of.shard.name, of.shard.geometry), step, len(batches))
-        gradients.check()
-        after, outputs = gradients.measure()
+        for step, part in enumerate(steps):
+            with walk.block(index, gradients=True):
+                fit.take_gradients(part)
+            comm.reduce_(fit.flat)
+            fit.step(_schedule(step, len(steps)))
+        with together(comm):
+            fit.finish(steps)
+        after, outputs = _measured(comm, walk, index)
     except Exception:
-        _go_back(shards)
+        fit.go_back()
         raise
     if after.error > before.error:
-        _go_back(shards)
+        fit.go_back()
         after = before
         del outputs
         if advances:
@@ -119,33 +115,91 @@ def num_steps(num_windows: int) -> int:
     return NUM_EPOCHS * -(-num_windows // batch_size(num_windows))
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """Sums over all windows, the same on every rank: the squares of f(h) - h_out and of h_out - h, and elements."""
+
+    error: float
+    size: float
+    num_elements: float
+
+    @property
+    def relative_error(self) -> float:
+        return math.sqrt(self.error / self.size)
+
+
+def _measured(comm: Communicator, walk: Walk, index: int) -> tuple[_Measured, list[torch.Tensor]]:
+    """Return how far block ``index`` is from the dense stream, and what it puts out for this rank's batches.
+
+    Every rank must call it: one round of 24 bytes.
+
+    Raises:
+        ValueError: on every rank: NaN or Inf.
+    """
+    outputs: list[torch.Tensor] = []
+    sums: dict[int, torch.Tensor] = {}  # by batch
+
+    def fill(words: torch.Tensor) -> None:
+        for batch in range(walk.num_batches):
+            output = run(batch)
+            outputs.append(output.to(walk.hidden[batch].device))
+            if walk.windows[batch] and walk.sample_group.rank == 0:
+                given, wanted = (stream[batch].to(output.device).float() for stream in (walk.hidden, walk.dense))
+                with own_settings():
+                    squares = [
+                        (change).square_().sum(dtype=torch.float64) for change in (output - wanted, wanted - given)
+                    ]
+                    sums[batch] = torch.stack(squares)
+        for batch, of_batch in zip(sums, fetched(list(sums.values())), strict=True):
+            if not of_batch.isfinite().all():
+                where = f"block {walk.blocks[index][0]!r} puts out NaN or Inf for calibration samples"
+                raise ValueError(f"{where} {named(walk.windows[batch])}")
+            words[:2] += of_batch
+            words[2] += walk.hidden[batch].numel()
+
+    with walk.block(index) as run:
+        total = sum_together(comm, (3,), fill, torch.float64)
+    return _Measured(*total.tolist()), outputs
+
+
 def _shared(model: nn.Module, block: nn.Module) -> set[int]:
     """Return the ids of parameters of ``block`` that ``model`` has elsewhere, too."""
-    everywhere, own = num_places(model), num_places(block)
-    return {which for which, num in own.items() if everywhere[which] > num}
+    everywhere, here = num_places(model), num_places(block)
+    return {which for which, num in here.items() if everywhere[which] > num}
 
 
 def _is_vector(parameter: torch.Tensor) -> bool:
     return parameter.ndim == 1 and parameter.is_floating_point()
 
 
-def _batches(num_windows: int, index: int, seed: int) -> Iterator[list[int]]:
-    """Yield the windows of each step: batches of consecutive ones, in another order in each epoch."""
-    size = batch_size(num_windows)
-    for epoch in range(NUM_EPOCHS):
-        starts = list(range(0, num_windows, size))
-        random.Random(f"{seed}:{index}:{epoch}").shuffle(starts)
-        for start in starts:
-            yield list(range(start, min(start + size, num_windows)))
+def _shuffled(parts: Sequence[Part], seed: str) -> list[Part]:
+    order = list(parts)
+    random.Random(seed).shuffle(order)
+    return order
 
 
-def _rates(names: list[str], sizes: list[float], matrices: Collection[str]) -> list[float]:
-    """Return the learning rate of each parameter by the mean size of its elements. A bias has that of its weight."""
-    rates = {
-        name: _STEP * (size / _USUAL_RMS if name in matrices else size) for name, size in zip(names, sizes, strict=True)
-    }
-    weights = {name: f"{name.removesuffix('bias')}weight" for name in names if name.rpartition(".")[2] == "bias"}
-    return [rates.get(weights.get(name, name), rates[name]) for name in names]
+def _rates(comm: Communicator, shards: Sequence[LocalShard], matrices: Collection[str]) -> list[float]:
+    """Return the learning rate of each parameter by the mean size of its elements: root mean square, of 1-D ones mean
+    magnitude. A bias has that of its weight. Every rank must call it: one round of 16 bytes a parameter.
+    """
+
+    def fill(words: torch.Tensor) -> None:
+        norms = [
+            torch.linalg.vector_norm(shard.local, 1 if shard.local.ndim == 1 else 2, dtype=torch.float64)
+            for shard in shards
+        ]
+        for i, (shard, norm) in enumerate(zip(shards, fetched(norms), strict=True)):
+            words[i, 0] = norm if shard.local.ndim == 1 else norm.square()
+            words[i, 1] = shard.local.numel()  # replicas count in both
+
+    rates: dict[str, float] = {}
+    totals = sum_together(comm, (len(shards), 2), fill, torch.float64).tolist()
+    for shard, (total, num) in zip(shards, totals, strict=True):
+        mean = total / max(num, 1)
+        size = mean if shard.local.ndim == 1 else math.sqrt(mean)
+        rates[shard.name] = _STEP * (size / _USUAL_RMS if shard.name in matrices else size)
+    weights = {name: f"{name.removesuffix('bias')}weight" for name in rates if name.rpartition(".")[2] == "bias"}
+    return [rates.get(weights.get(name, name), rate) for name, rate in rates.items()]
 
 
 def _schedule(step: int, num: int) -> float:
@@ -157,42 +211,117 @@ def _schedule(step: int, num: int) -> float:
     return _LEAST + (1 - _LEAST) * (1 + math.cos(math.pi * done)) / 2
 
 
-class _FittedShard:
-    """One parameter's ``shard``, its values in float32, and Adam's two averages. ``holds``: zeros stay."""
+class _Fit:
+    """The parameters ``shards`` of block ``index`` while they move, by the gradients of ``scale`` times the error."""
 
-    def __init__(self, shard: LocalShard, rate: float, *, holds: bool) -> None:
-        self.shard, self._rate, self._holds = shard, rate, holds
-        local = shard.local
-        self.before = local.clone()
-        self._values = local.to(torch.promote_types(local.dtype, torch.float32), copy=True)
-        self._first, self._second = torch.zeros_like(self._values), torch.zeros_like(self._values)
+    def __init__(
+        self,
+        walk: Walk,
+        index: int,
+        shards: Sequence[LocalShard],
+        rates: Sequence[float],
+        matrices: Collection[str],
+        scale: float,
+    ) -> None:
+        self._walk, self._index, self._shards, self._scale = walk, index, shards, scale
+        self._name, self._block = walk.blocks[index]
+        self._locals = [shard.local for shard in shards]
+        self._before = [local.clone() for local in self._locals]
+        # Contiguous, as their gradients: torch's fused Adam takes that for granted.
+        self._values = [
+            local.to(torch.promote_types(local.dtype, torch.float32), copy=True, memory_format=torch.contiguous_format)
+            for local in self._locals
+        ]
+        # Where weights are held: 0.
+        holds = [shard.name in matrices for shard in shards]
+        self._kept = [before != 0 if of else None for before, of in zip(self._before, holds, strict=True)]
+        groups = [{"params": [value], "lr": rate} for value, rate in zip(self._values, rates, strict=True)]
+        device = self._locals[0].device
+        is_fused = device.type in ("cpu", "cuda")
+        self._rates, self._adam = rates, torch.optim.Adam(groups, betas=_BETAS, fused=is_fused, foreach=not is_fused)
+        shapes = [shard.geometry.global_shape for shard in shards]
+        numels = [math.prod(shape) for shape in shapes]
+        self.flat = torch.zeros(sum(numels), dtype=torch.float32, device=device)  # gradients of whole parameters
+        parts = torch.split(self.flat, numels)
+        self._gradients = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        self._largest: list[torch.Tensor] = []  # gradient of each step
+        self._error: Exception | None = None
 
-    def step(self, gradient: torch.Tensor, step: int, num: int) -> None:
-        """Take one step along ``gradient``, of the shard's shape. Local, chunk by chunk."""
-        of_first, of_second = (1 - beta ** (step + 1) for beta in _BETAS)
-        rate = self._rate * _schedule(step, num) * of_second**0.5 / of_first
-        epsilon = _EPSILON * of_second**0.5
-        tensors = self.shard.local, self.before, self._values, self._first, self._second, gradient
-        for local, before, values, first, second, of in row_chunks(*tensors):
-            kept = before != 0 if self._holds else None
+    def take_gradients(self, part: Part) -> None:
+        """Fill ``flat`` with what this rank's windows of ``part`` add to it. Local, while the block is gathered."""
+        names, group = [shard.name for shard in self._shards], self._walk.sample_group
+        self.flat.zero_()
+        with self._keeping_error(), needing_gradients(self._block, names), group.passing():
+            parameters = [self._block.get_parameter(name) for name in names]
+            found = self._gradients_of(part, parameters)
+            for name, parameter, gradient, whole in zip(names, parameters, found, self._gradients, strict=True):
+                counts, place = group.rank == 0, Geometry.whole(whole.shape)
+                if isinstance(parameter, DTensor):
+                    shard = local_shard(name, parameter)
+                    counts, place = shard.owned, shard.geometry
+                if gradient is not None and counts and part.windows:
+                    cut(whole, place).copy_(gradient)
+
+    def _gradients_of(self, part: Part, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
+        """Return the gradients by ``parameters``, this rank's parts; ``None``: the error does not depend on it."""
+        given, wanted = (self._walk.rows(part, dense=dense).to(self.flat.device) for dense in (False, True))
+        with torch.enable_grad(), plain_attention(self.flat.device):
+            output = part.calls[self._index].run(self._block, given)
+            with own_settings():
+                pull = ((output.detach().float() - wanted.float()) * (2 * self._scale)).to(output.dtype)
+            try:
+                found = torch.autograd.grad(output, parameters, pull, allow_unused=True)
+            except RuntimeError as error:
+                if isinstance(error, torch.OutOfMemoryError) or cannot_meet(error):
+                    raise
+                raise NotImplementedError(
+                    f"block {self._name!r} cannot be fitted as a whole; refit='none' does without: {error}"
+                ) from error
+        # Of a DTensor a gradient may still be a sum over the ranks of the sample group.
+        placed = [placed_like(of, like) for of, like in zip(found, parameters, strict=True)]
+        return [None if of is None else local_of(of) for of in placed]
+
+    @torch.no_grad()
+    def step(self, rate: float) -> None:
+        """Move the values along the gradients in ``flat``, which are those of all ranks now. Local."""
+        with self._keeping_error(), own_settings():
+            self._largest.append(torch.linalg.vector_norm(self.flat, torch.inf))
+            for i, (shard, value, kept) in enumerate(zip(self._shards, self._values, self._kept, strict=True)):
+                gradient = cut(self._gradients[i], shard.geometry).to(value.dtype)
+                value.grad = gradient.contiguous() if kept is None else (gradient * kept).contiguous()
+                self._adam.param_groups[i]["lr"] = self._rates[i] * rate
+            self._adam.step()
+            torch._foreach_copy_(self._locals, self._values)
+
+    @torch.no_grad()
+    def finish(self, steps: Sequence[Part]) -> None:
+        """Let no weight that is kept be 0, and raise what was kept. Local.
+
+        Raises:
+            ValueError: NaN or Inf in a gradient or in what the block puts out; it names the windows.
+        """
+        if self._error is not None:
+            raise self._error
+        for windows, largest in zip(steps, fetched(self._largest), strict=True):
+            if not largest.isfinite():
+                raise ValueError(
+                    f"block {self._name!r}: a gradient, or what it puts out, is NaN or Inf in calibration samples "
+                    f"{named(windows.of_all)}, while it is fitted; refit='none' does without"
+                )
+        for local, before, kept in zip(self._locals, self._before, self._kept, strict=True):
             if kept is not None:
-                of.mul_(kept)
-            first.mul_(_BETAS[0]).add_(of * (1 - _BETAS[0]))
-            second.mul_(_BETAS[1]).add_(of.mul_(of).mul_(1 - _BETAS[1]))
-            values.sub_(first.div(_square_root(second).add_(epsilon)).mul_(rate))
-            new = values.to(local.dtype)
-            local.copy_(new if kept is None else torch.where(kept & (new != 0), new, local))
+                local.copy_(torch.where(kept & (local == 0), before, local))
 
     def go_back(self) -> None:
-        self.shard.local.copy_(self.before)
+        torch._foreach_copy_(self._locals, self._before)
 
-
-def _square_root(values: torch.Tensor) -> torch.Tensor:
-    """Return the square root, rounded correctly: torch's is not on the host."""
-    return torch.from_numpy(np.sqrt(values.numpy())) if on_host(values.device) else values.sqrt()
-
-
-def _go_back(shards: list[_FittedShard]) -> None:
-    with torch.no_grad():
-        for of in shards:
-            of.go_back()
+    @contextmanager
+    def _keeping_error(self) -> Iterator[None]:
+        """Keep what the body raises, and go on; the first error counts."""
+        try:
+            yield
+        except BaseException as caught:
+            error = as_told(caught)
+            if cannot_meet(error):
+                raise
+            self._error = self._error or error

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -48,43 +46,6 @@ def summable(addends: torch.Tensor, scale: int, num_addends: int, *, signed: boo
     base = 2.0**_MANTISSA_BITS * (1.5 if signed else 1.0)
     (offset,) = struct.unpack("<q", struct.pack("<d", base))
     return torch.add(_full(base, addends), addends, alpha=2.0**scale).view(torch.int64), offset
-
-
-@dataclass(frozen=True)
-class FloatGrid:
-    """Grids on which the float32 sums of ``num_addends`` tensors are exact, one for each kind of tensors.
-
-    ``limits`` (float32), of each kind: what addends should stay below; larger ones are clamped to the next power of
-    two. A limit below 2**-99 counts as that. Nothing waits for a device. Local.
-    """
-
-    limits: torch.Tensor
-    num_addends: int
-
-    @property
-    def _num_bits(self) -> int:
-        """Of an addend, so that a sum has those of a float32."""
-        return 24 - (self.num_addends - 1).bit_length()
-
-    @cached_property
-    def _exponents(self) -> torch.Tensor:
-        # A float32 below 2**(e - 126) has the biased exponent e or less.
-        return (self._num_bits + 253) - (self.limits.view(torch.int32) >> 23).clamp_(27, 253)
-
-    @cached_property
-    def scales(self) -> torch.Tensor:
-        """By which addends become whole numbers: powers of two, which have nothing but an exponent."""
-        return (self._exponents << 23).view(torch.float32)
-
-    @cached_property
-    def steps(self) -> torch.Tensor:
-        """The spacing of each grid."""
-        return ((254 - self._exponents) << 23).view(torch.float32)
-
-    def add(self, total: torch.Tensor, addend: torch.Tensor, kind: int) -> None:
-        """Add ``addend``, a chunk, in steps of its kind's grid, to ``total``, float32. NaN stays NaN."""
-        limit = 2.0**self._num_bits
-        total.add_((addend.float() * self.scales[kind]).round_().clamp_(-limit, limit))
 
 
 def _power(exponent: int, like: torch.Tensor) -> torch.Tensor:
