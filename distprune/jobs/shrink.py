@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -39,7 +38,7 @@ from distprune.removal.shrink_model import cut_model
 from distprune.removal.sizes import Sizes
 from distprune.removal.trials import Division, Trial, divide_budget, find_budget
 
-_EXPERTS, _TRIAL = "experts", "trial"  # records
+_EXPERTS = "experts"  # a record
 
 
 def _size(help: str) -> Any:
@@ -219,16 +218,10 @@ class _Shrinking:
         """Return what the budget comes to; what was tried is not tried again."""
         files, run = self.files, self.run
 
-        def on_trial(known: Division) -> None:
-            value = {"trial": vars(known.trials[-1]), "layers_gone": list(known.layers_gone)}
-            files.record(f"{_TRIAL}-{len(known.trials)}", value)
-            run.reporter.say(f"tried {known.trials[-1]}")
+        def on_trial(trial: Trial, seconds_left: float) -> None:
+            run.reporter.say(f"tried {trial}" + (f"; about {seconds_left:,.0f} s to go" if seconds_left else ""))
             run.reporter.check_here()
 
-        numbers = itertools.takewhile(lambda number: files.known(f"{_TRIAL}-{number}"), itertools.count(1))
-        recorded = [files.known(f"{_TRIAL}-{number}") for number in numbers]
-        trials = tuple(Trial(**value["trial"]) for value in recorded)
-        gone = tuple(recorded[-1]["layers_gone"]) if recorded else ()
         division = divide_budget(
             self.model,
             self.samples,
@@ -236,7 +229,7 @@ class _Shrinking:
             budget,
             partial(self._choose, refit=refit_in_trials(self.job.refit, self.job.targets)),
             layer_criterion=self.job.layer_criterion,
-            begun=Division(self.job.sizes, trials, gone),
+            recall=files.recall,
             on_trial=on_trial,
             group=run.comm,
             offload=self.job.offload,

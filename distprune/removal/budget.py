@@ -7,7 +7,6 @@ each does.
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import itertools
 import math
@@ -136,7 +135,8 @@ class Budget:
         if sizes.layers is None and num_layers > 1 and _is_possible(check_layers, model, range(1, num_layers)):
             options["layers"] = dict.fromkeys(range(num_layers - 1, 0, -1), ())
         budget = cls(limit, num_all - sum(counts.numels({})), inside, num_layers, options)
-        least = min(budget._alternatives(lambda sizes: sizes[-1:]), key=budget.left)
+        smallest = ({kind: [*options[kind]][-1] for kind in kinds} for kinds in budget._together())
+        least = min(smallest, key=budget.left)
         if (num := budget.left(least)) > limit:
             how = ", ".join(f"{kind} {size}" for kind, size in least.items()) or "nothing else can leave"
             raise ValueError(f"parameters: {limit:,} cannot be met; the least possible is {num:,} ({how})")
@@ -151,32 +151,19 @@ class Budget:
         """Return how many parameters leave if ``size`` of ``kind`` stays, of the other kinds what is said."""
         return self.left({}) - self.left({kind: size})
 
-    def with_size(self, kind: str, size: int | float | None) -> Budget:
-        """Return the budget that is left where ``size`` of ``kind`` stays; ``None``: all of it."""
-        out = _EXCLUSIVE if kind in _EXCLUSIVE and size is not None else {kind}
-        options = {other: of for other, of in self.options.items() if other not in out}
-        if size is None:
-            return dataclasses.replace(self, options=options)
-        num_layers = int(size) if kind == "layers" else self.num_layers
-        return dataclasses.replace(self, num_inside=self._inside({kind: size}), num_layers=num_layers, options=options)
-
-    def cheapest(self, cost: Callable[[str, int | float], float]) -> Chosen | None:
-        """Return the sizes that meet the limit whose costs have the least sum; of equal ones, those that leave most.
-
-        ``cost`` must not fall where less of a kind stays. ``None``: none meet it.
+    def mixes(self) -> Iterator[Chosen]:
+        """Yield sizes that meet the limit: of each combination of all kinds but the one with the most sizes, with the
+        most that can stay of that one.
         """
-        # Combinations of all kinds but the one with the most sizes, of which the first that meets the limit is found.
-        filled = max(self.options, key=lambda kind: len(self.options[kind]), default="")
-        found: list[tuple[float, int, Chosen]] = []
-        for chosen in self._alternatives(lambda sizes: [None, *sizes], without=filled):
-            falling = [chosen]
-            if filled and not {filled, *chosen} >= _EXCLUSIVE:
-                falling += [{**chosen, filled: size} for size in self.options[filled]]
-            first = bisect_left(falling, True, key=self.is_met)
-            if first < len(falling):
-                best = falling[first]
-                found.append((math.fsum(itertools.starmap(cost, best.items())), -self.left(best), best))
-        return min(found, key=lambda of: of[:2])[2] if found else None
+        for kinds in self._together():
+            filled = max(kinds, key=lambda kind: len(self.options[kind]), default="")
+            others = [kind for kind in kinds if kind != filled]
+            for sizes in itertools.product(*([None, *self.options[kind]] for kind in others)):
+                mix = {kind: size for kind, size in zip(others, sizes, strict=True) if size is not None}
+                falling = [mix, *({**mix, filled: size} for size in self.options.get(filled, ()))]
+                first = bisect_left(falling, True, key=self.is_met)
+                if first < len(falling):
+                    yield falling[first]
 
     def is_met(self, chosen: Mapping[str, int | float]) -> bool:
         """Return whether at most ``limit`` parameters are left."""
@@ -190,35 +177,17 @@ class Budget:
                 inside = [num - gone for num, gone in zip(inside, removed, strict=True)]
         return inside
 
-    def _alternatives(
-        self, some: Callable[[Sequence[int | float]], Sequence[int | float | None]], without: str = ""
-    ) -> Iterator[Chosen]:
-        """Yield the combinations of ``some`` sizes of each kind (``None``: all of it stays) but ``without``."""
+    def _together(self) -> Iterator[list[str]]:
+        """Yield the kinds that can leave together: heads or KV groups, not both."""
         for out in sorted(_EXCLUSIVE) if self.options.keys() >= _EXCLUSIVE else [""]:
-            kinds = [kind for kind in self.options if kind not in (without, out)]
-            for sizes in itertools.product(*(some(list(self.options[kind])) for kind in kinds)):
-                yield {kind: size for kind, size in zip(kinds, sizes, strict=True) if size is not None}
+            yield [kind for kind in self.options if kind != out]
 
 
 def cost_curve(points: Sequence[tuple[int, float]]) -> Callable[[int], float]:
-    """Return the cost by the number of parameters removed: through ``points`` (number, cost), and never falling.
+    """Return the cost by the number of parameters removed: a power of it, through the last of ``points``.
 
-    Between points it is linear; from 0 to the first and behind the last a power of the number, as the first two say.
+    ``points``: numbers removed and costs; which power it is, the first and the last say.
     """
-    ascending = sorted(points)
-    costs = itertools.accumulate((max(cost, _LEAST) for _, cost in ascending), max)
-    known = [(number, cost) for (number, _), cost in zip(ascending, costs, strict=True)]
-    power = _POWER
-    if len(known) > 1:
-        (x, y), (x2, y2) = known[:2]
-        power = min(max(math.log(y2 / y) / math.log(x2 / x), _POWERS[0]), _POWERS[1])
-
-    def cost(number: int) -> float:
-        place = bisect_left(known, number, key=lambda of: of[0])
-        if 0 < place < len(known):
-            (x, y), (x2, y2) = known[place - 1 : place + 1]
-            return y + (y2 - y) * (number - x) / (x2 - x)
-        x, y = known[min(place, len(known) - 1)]
-        return y * math.pow(number / x, power)
-
-    return cost
+    (x, y), *_, (x2, y2) = [(number, max(cost, _LEAST)) for number, cost in sorted(points)] * 2
+    power = _POWER if x == x2 else min(max(math.log(y2 / y) / math.log(x2 / x), _POWERS[0]), _POWERS[1])
+    return lambda number: y2 * math.pow(number / x2, power)
