@@ -121,7 +121,7 @@ def choose_units(
 
     Every rank of ``group`` must call it, with equal arguments. Units are the same at any number of ranks, and weights,
     but for rounding. In memory: as ``prune_blocks``, and of the inputs that a rank is owner to twice X^T X in float64.
-    Rounds: those of ``prune_blocks``; for each linear layer 2 more, and 2 of the units that stay; 2 where it has a
+    Rounds: those of ``prune_blocks``; for each linear layer 1 more, and 2 of the units that stay; 2 where it has a
     bias; 1 in the end.
 
     Raises:

@@ -28,7 +28,7 @@ class UnitEvidence:
     W^T R W with R the squared gradients of the outputs, for criteria that need ``"gradients"``. ``means``,
     ``mean_squares`` and ``mean_sizes`` (in,) are of x, x^2 and |x|, ``variances`` of x^2 about the mean. ``norms``
     (num_units,) are sums of squares of all weights that leave with a unit, for criteria that need ``"norms"``.
-    ``alive`` (num_units,): units not gone yet.
+    ``alive`` (num_units,): units not gone yet, ``num_alive`` of them.
     """
 
     features: torch.Tensor
@@ -42,9 +42,11 @@ class UnitEvidence:
     damping: float
     name: str  # of W
     alive: torch.Tensor = field(init=False)
+    num_alive: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.alive = torch.ones(len(self.features), dtype=torch.bool, device=self.features.device)
+        self.num_alive = len(self.features)
 
     @cached_property
     def inverse(self) -> torch.Tensor:
@@ -55,21 +57,37 @@ class UnitEvidence:
         """Return the sums by unit of what is known of each input, (in,)."""
         return of_features[self.features].sum(dim=1)
 
-    def remove(self, units: torch.Tensor) -> None:
-        """Go on as if ``units`` (int64) had gone and W had been refitted: W <- W - W_P [A^-1]_PP^-1 [A^-1]_P:."""
+    def take_out(self, units: torch.Tensor) -> None:
+        """Say that ``units`` (int64) have gone."""
+        self.alive[units] = False
+        self.num_alive -= len(units)
+
+    def refit(self, units: torch.Tensor) -> None:
+        """Go on as if W had been refitted without ``units`` (int64): W <- W - W_P [A^-1]_PP^-1 [A^-1]_P:."""
         gone = self.features[units].flatten()
-        change = torch.linalg.solve(self.inverse[gone[:, None], gone], self.inverse[gone])  # (gone, in)
+        change = solved(self.inverse[gone[:, None], gone], self.inverse[gone])  # (gone, in)
         self.inverse.sub_(self.inverse[:, gone] @ change)
         half = self.gram[:, gone] - change.t() @ (self.gram[gone[:, None], gone] / 2)
         both = half @ change
         self.gram.sub_(both).sub_(both.t())
-        self.alive[units] = False
+
+
+def solved(matrices: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return the solutions; of a singular matrix what is not finite, so that no device is waited for."""
+    solutions: torch.Tensor = torch.linalg.solve_ex(matrices, right).result
+    return solutions
+
+
+def where_true(flags: torch.Tensor, num: int) -> torch.Tensor:
+    """Return the ``num`` places where ``flags`` (bool) is True, ascending; a device is not waited for."""
+    return torch.argsort(flags.to(torch.int8), descending=True, stable=True)[:num]
 
 
 def damped_cholesky(products: torch.Tensor, damping: float, name: str) -> torch.Tensor:
     """Return the Cholesky factor of ``products``, of the inputs of ``name``, damped by a share of their diagonal."""
     diagonal = products.diagonal()
-    least = _LEAST * float(diagonal.mean()) or 1.0
+    least = _LEAST * diagonal.mean()
+    least = torch.where(least > 0, least, 1.0)
     return damped_factor(products.clone(), torch.where(diagonal > 0, damping * diagonal, least), name)[0]
 
 
@@ -109,12 +127,12 @@ class OBS(Criterion):
 
     @override
     def scores(self, evidence: UnitEvidence) -> torch.Tensor:
-        alive = evidence.alive
-        of = evidence.features[alive]
-        rows, columns = of[:, :, None], of[:, None, :]
-        solved: torch.Tensor = torch.linalg.solve(evidence.inverse[rows, columns], evidence.gram[rows, columns])
-        scores = solved.new_full((len(alive),), torch.inf)
-        scores[alive] = solved.diagonal(dim1=1, dim2=2).sum(dim=1)
+        alive = where_true(evidence.alive, evidence.num_alive)
+        features = evidence.features[alive]
+        rows, columns = features[:, :, None], features[:, None, :]
+        losses = solved(evidence.inverse[rows, columns], evidence.gram[rows, columns])
+        scores = losses.new_full((len(evidence.features),), torch.inf)
+        scores[alive] = losses.diagonal(dim1=1, dim2=2).sum(dim=1)
         return scores
 
 
@@ -170,7 +188,7 @@ def criterion_of(name: CriterionName | Criterion) -> Criterion:
     """
     if isinstance(name, Criterion):
         return name
-    known = {of.name: of for of in (OBS(), UnitTaylor(), Fluctuation(), Activation(), UnitMagnitude())}
+    known = {one.name: one for one in (OBS(), UnitTaylor(), Fluctuation(), Activation(), UnitMagnitude())}
     if name not in known:
         raise ValueError(f"criterion={name!r} is none of {', '.join(known)}, or a Criterion")
     return known[name]

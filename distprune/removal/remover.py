@@ -22,7 +22,7 @@ from distprune.models.units import Units
 from distprune.oneshot.rows import Rows, row_parts
 from distprune.oneshot.solver import Choose, Solved, Solver
 from distprune.patterns.base import Pattern
-from distprune.removal.criteria import Criterion, UnitEvidence, damped_cholesky
+from distprune.removal.criteria import Criterion, UnitEvidence, damped_cholesky, where_true
 
 Refit = Literal["least_squares", "block", "bias", "none"]  # "block": least squares, then each block as a whole
 DAMPING = 0.1  # of X^T X, of its diagonal
@@ -88,10 +88,12 @@ class UnitRemover(Solver):
         asked = self.asked[name]
         evidence = _evidence(name, asked, moments, centered=self.shifts_bias(asked))
         leaving = _lowest_units(asked, evidence, self.criterion)
-        self.kept[name] = (~leaving).nonzero()[:, 0].tolist()
+        self.kept[name] = where_true(~leaving, asked.num_kept).tolist()
         stays = torch.ones(len(evidence.products), dtype=torch.bool, device=leaving.device)
-        stays[evidence.features[leaving].flatten()] = False
-        own, other = stays.nonzero()[:, 0], (~stays).nonzero()[:, 0]
+        num_units_gone = asked.units.num_units - asked.num_kept
+        stays[evidence.features[where_true(leaving, num_units_gone)].flatten()] = False
+        num_gone = num_units_gone * evidence.features.shape[1]
+        own, other = where_true(stays, len(stays) - num_gone), where_true(~stays, num_gone)
         a = evidence.products
         between, of_other = a[other[:, None], own], a[other[:, None], other]
         coefficients = torch.zeros_like(between)  # (gone, kept)
@@ -108,20 +110,21 @@ class UnitRemover(Solver):
     def solve(self, rows: Mapping[str, Rows], moments: Moments, pattern: Pattern, choose: Choose) -> dict[str, Solved]:
         """Nothing competes here: :meth:`prepare` has chosen the units."""
         fitted, solved = moments.prepared, dict[str, Solved]()
-        own, other = fitted["stays"].nonzero()[:, 0], (~fitted["stays"]).nonzero()[:, 0]
-        for name, of in rows.items():
-            error = torch.zeros((), dtype=torch.float64, device=of.weight.device)
+        num_gone, num_kept = fitted["coefficients"].shape
+        own, other = where_true(fitted["stays"], num_kept), where_true(~fitted["stays"], num_gone)
+        for name, own_rows in rows.items():
+            error = torch.zeros((), dtype=torch.float64, device=own_rows.weight.device)
             offsets = [fitted["means"][:0]]
-            for (weight,) in row_parts(of.weight):
+            for (weight,) in row_parts(own_rows.weight):
                 gone, before = weight[:, other].float(), weight[:, own]
                 change = (gone @ fitted["coefficients"]).masked_fill_(before == 0, 0)  # what was pruned stays so
                 weight[:, own] = (before + change).to(weight.dtype)
                 weight[:, other] = 0
                 error += (gone @ fitted["lost"]).mul_(gone).sum(dtype=torch.float64)
                 offsets.append(gone @ fitted["means"])
-            if self.shifts_bias(self.asked[of.name]):
-                self.offsets[name] = of, torch.cat(offsets)
-            solved[name] = Solved(fitted["stays"].expand_as(of.weight), DAMPING, error.clamp_(min=0))
+            if self.shifts_bias(self.asked[own_rows.name]):
+                self.offsets[name] = own_rows, torch.cat(offsets)
+            solved[name] = Solved(fitted["stays"].expand_as(own_rows.weight), DAMPING, error.clamp_(min=0))
         return solved
 
 
@@ -144,22 +147,29 @@ def _lowest_units(asked: Asked, evidence: UnitEvidence, criterion: Criterion) ->
     Raises:
         ValueError: scores are NaN, or not one for each unit.
     """
-    units, name = asked.units, evidence.name
-    size = units.num_units // units.num_groups  # of a group
-    left = [(units.num_units - asked.num_kept) // units.num_groups] * units.num_groups  # to go, by group
-    num_asked = math.ceil(sum(left) / _NUM_STEPS) if criterion.rescored else sum(left)
-    while any(left):
+    units, name, device = asked.units, evidence.name, evidence.alive.device
+    num_left = units.num_units - asked.num_kept  # to go
+    num_at_once = math.ceil(num_left / _NUM_STEPS) if criterion.rescored else num_left
+    left = torch.full((units.num_groups, 1), num_left // units.num_groups, dtype=torch.int64, device=device)  # by group
+    any_nan = torch.zeros((), dtype=torch.bool, device=device)
+    while num_left:
         scores = criterion.scores(evidence)
         if not isinstance(scores, torch.Tensor) or scores.shape != (units.num_units,):
             raise ValueError(f"criterion {criterion.name!r} returned no {units.num_units} scores of {name!r}")
-        if bool(scores[evidence.alive].isnan().any()):
-            raise ValueError(f"scores of {units.kind} are NaN at {name!r}; mend the weights or statistics first")
-        alive, chosen = evidence.alive.tolist(), list[int]()
-        for unit in torch.sort(scores, stable=True).indices.tolist():
-            if alive[unit] and left[unit // size] and len(chosen) < num_asked:
-                left[unit // size] -= 1
-                chosen.append(unit)
-        if criterion.rescored and any(left):
-            evidence.remove(torch.tensor(chosen, dtype=torch.int64, device=scores.device))
-        evidence.alive[chosen] = False
+        any_nan |= (scores.isnan() & evidence.alive).any()
+        scores = scores.clamp(max=torch.finfo(scores.dtype).max).masked_fill(~evidence.alive, torch.inf)
+        in_group = scores.view(units.num_groups, -1).argsort(dim=1, stable=True).argsort(dim=1)
+        may_go = (in_group < left).flatten() & evidence.alive
+        num_going = min(num_at_once, num_left)
+        order = torch.argsort(scores, stable=True)
+        going = order[where_true(may_go[order], num_going)]
+        num_left -= num_going
+        gone = torch.zeros_like(evidence.alive)
+        gone[going] = True
+        left -= gone.view(units.num_groups, -1).sum(dim=1, keepdim=True)
+        evidence.take_out(going)
+        if criterion.rescored and num_left:
+            evidence.refit(going)
+    if bool(any_nan):
+        raise ValueError(f"scores of {units.kind} are NaN at {name!r}; mend the weights or statistics first")
     return ~evidence.alive
