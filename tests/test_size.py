@@ -16,18 +16,18 @@ LINES = {
     "checkpoint": (1652, 1180),
     "cli": (921, 410),
     "collectives": (675, 640),
-    "jobs": (3096, 1280),
+    "jobs": (2968, 1280),
     "kernels": (814, 800),
-    "masks": (495, 470),
+    "masks": (489, 470),
     "models": (914, 690),
     "oneshot": (2479, 1440),
     "patterns": (1548, 690),
     "pruning": (1445, 960),
-    "removal": (1729, 1160),
+    "removal": (1758, 1160),
     "scores": (398, 350),
     "selection": (503, 520),
     "shards": (1175, 1030),
-    "training": (1590, 1030),
+    "training": (1583, 1030),
 }
 
 

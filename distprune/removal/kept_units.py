@@ -1,4 +1,4 @@
-"""The units that stay, as a journal and a report have them: a list of entries for each block, with ranges as text."""
+"""The units that stay, as records and reports have them: a list of entries for each block, with ranges as text."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import nn
 from distprune.models.units import UnitKind, find_all_units
 from distprune.removal.plan import Kept
 
+Entry = dict[str, Any]
+
 
 def num_units(model: nn.Module, kinds: Sequence[UnitKind]) -> dict[tuple[str, UnitKind, str], int]:
     """Return how many units there are, by block, kind and place."""
@@ -23,29 +25,31 @@ def num_units(model: nn.Module, kinds: Sequence[UnitKind]) -> dict[tuple[str, Un
     }
 
 
-def entries_of(kept: Kept, num_before: Mapping[tuple[str, UnitKind, str], int]) -> dict[str, list[dict[str, Any]]]:
-    """Return what stays of each block, by its name, as the journal and the report have it."""
-    found: dict[str, list[dict[str, Any]]] = {}
+def entries_of(kept: Kept, num_before: Mapping[tuple[str, UnitKind, str], int]) -> dict[str, list[Entry]]:
+    """Return what stays of each block, by its name, as records and the report have it."""
+    entries: dict[str, list[Entry]] = {}
     for key, units in kept.items():
         block, kind, place = key
         entry = {"kind": kind, "place": place, "num_before": num_before[key], "num": len(units)}
-        found.setdefault(block, []).append({**entry, "units": as_text(units.tolist())})
-    return found
+        entries.setdefault(block, []).append({**entry, "units": as_text(units.tolist())})
+    return entries
 
 
 def kept_of(entries: Mapping[str, Iterable[Mapping[str, Any]]]) -> Kept:
     """Return what stays, of what :func:`entries_of` returned."""
     return {
-        (block, of["kind"], of["place"]): torch.tensor(list(_from_text(of["units"])), dtype=torch.int64, device="cpu")
-        for block, of_block in entries.items()
-        for of in of_block
+        (block, entry["kind"], entry["place"]): torch.tensor(
+            list(_from_text(entry["units"])), dtype=torch.int64, device="cpu"
+        )
+        for block, some in entries.items()
+        for entry in some
     }
 
 
 def as_text(numbers: Sequence[int]) -> str:
     """Return ascending numbers as text: ``"0-4,7"``."""
     # Within a run a number and its position differ by the same.
-    runs = (list(run) for _, run in itertools.groupby(enumerate(numbers), lambda of: of[1] - of[0]))
+    runs = (list(run) for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]))
     ends = ((run[0][1], run[-1][1]) for run in runs)
     return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ends)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-import torch
 from torch import nn
 from typing_extensions import override
 
@@ -21,16 +21,17 @@ from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.find_shards import count_parameters
 from distprune.models.units import UnitKind
 from distprune.oneshot.recipe import TargetsOf
-from distprune.oneshot.report import OneShotReport
-from distprune.removal.choose_units import Removal, choose_units, refit_in_trials
+from distprune.oneshot.report import BlockReport, OneShotReport
+from distprune.removal.choose_units import choose_units, refit_in_trials
 from distprune.removal.criteria import Criterion, CriterionName
 from distprune.removal.experts import ExpertCriterion, choose_experts
-from distprune.removal.layers import LayerCriterion, order_layers
+from distprune.removal.kept_units import Entry, as_text, entries_of, kept_of, num_units
+from distprune.removal.layers import LayerCriterion, Progress, order_layers
 from distprune.removal.plan import Kept
 from distprune.removal.rebuild import remove_layers, remove_units
 from distprune.removal.remover import Refit
 from distprune.removal.sizes import Sizes
-from distprune.removal.trials import Division, divide_budget, find_budget
+from distprune.removal.trials import Division, Recall, divide_budget, find_budget, make_anew, say_nothing
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,36 @@ class Shrunk:
         sizes: dict[UnitKind, set[int]] = {}
         for (_, kind, _), stays in self.kept.items():
             sizes.setdefault(kind, set()).add(len(stays))
-        left = [f"{len(self.layers)} layers", *(f"{kind.replace('_', ' ')} {_range(of)}" for kind, of in sizes.items())]
+        units = [f"{kind.replace('_', ' ')} {_range(nums)}" for kind, nums in sizes.items()]
+        left = [f"{len(self.layers)} layers", *units]
         lines = [
             f"{count(self.num_parameters)} of {count(self.num_parameters_before)} parameters are left",
             f"  {', '.join(left)}",
             *(f"  {line}" for line in str(self.report).splitlines()),
         ]
         return "\n".join(lines)
+
+
+class BlockRecords(Protocol):
+    """Blocks of a job: read back if they are done, and written with what stays of each."""
+
+    def finished(self, index: int) -> bool: ...
+    def on_block(self, index: int, report: BlockReport, **more: Any) -> None: ...
+    def reports(self) -> Sequence[Mapping[str, Any]]: ...
+
+
+@dataclass(frozen=True)
+class ShrinkHooks:
+    """What goes on around :func:`shrink_model`; by default nothing. Every rank calls all of it.
+
+    ``recall`` returns what was made under a name before the job was killed. ``say`` is told what was found out, and
+    ``stage``, a context, of which part (key, name, unit) it is. ``blocks`` makes the records of the layers that stay.
+    """
+
+    recall: Recall = make_anew
+    say: Callable[[str], None] = say_nothing
+    stage: Callable[[str, str, str], AbstractContextManager[Progress]] = lambda *_: nullcontext()
+    blocks: Callable[[nn.Module, Sequence[int]], BlockRecords] | None = None
 
 
 @with_hints
@@ -91,6 +115,7 @@ def shrink_model(
     group: Group = None,
     offload: bool = False,
     batch_tokens: int | None = None,
+    job: ShrinkHooks | None = None,
 ) -> Shrunk:
     """Make ``model`` smaller in place, in the layout it is in, and return what is left of it.
 
@@ -119,6 +144,7 @@ def shrink_model(
             unless targets are ``"own"``: then each block as a whole to what the dense model puts out behind it, but not
             in trials of ``parameters``; ``"bias"`` alone, where it has one; or ``"none"``.
         group, offload, batch_tokens: as of :func:`distprune.prune_blocks`.
+        job: what goes on around it, in a job that can be killed and go on.
 
     Every rank of ``group`` must call it, with equal arguments. Nothing is gathered. Rounds: those of
     ``choose_experts``, ``order_layers``, ``choose_units``, ``remove_layers`` and ``remove_units``, and with
@@ -129,7 +155,7 @@ def shrink_model(
             met, units that cannot be removed, samples that do not fit, and what the walk meets; but for the last,
             nothing is changed.
     """
-    comm = communicator(group)
+    comm, job = communicator(group), job or ShrinkHooks()
     sizes = Sizes(mlp=mlp, heads=heads, kv_groups=kv_groups, experts=experts, layers=layers, parameters=parameters)
     with together(comm, **vars(sizes), samples=isinstance(samples, str)):
         sizes.check(model)
@@ -138,37 +164,87 @@ def shrink_model(
         token_ids = as_windows(samples)
         budget = find_budget(model, token_ids, sizes)
         num_all, num_parameters_before = len(decoder_blocks(model)), count_parameters(model)
-    kept: dict[tuple[str, UnitKind, str], torch.Tensor] = {}
+        num_units_before = num_units(model, list(sizes.of_units))
     walked: dict[str, Any] = {"group": comm, "offload": offload, "batch_tokens": batch_tokens}
+    experts_left: dict[str, list[Entry]] = {}
+    chosen_experts: Kept = {}
     if experts is not None:  # which cannot be zeroed
-        kept |= choose_experts(model, token_ids, experts, criterion=expert_criterion, **walked)
-        remove_units(model, kept, group=comm)
-    choose: Callable[..., Removal] = partial(
-        choose_units,
-        model,
-        criterion=criterion,
-        refit=refit,
-        targets=targets,
-        target_share=target_share,
-        **walked,
-    )
-    division = None
+
+        def rank_experts() -> dict[str, list[Entry]]:
+            with job.stage("choose", "choosing experts", ""):
+                chosen = choose_experts(model, token_ids, experts, criterion=expert_criterion, **walked)
+            return entries_of(chosen, num_units_before)
+
+        experts_left = job.recall("experts", rank_experts)
+        with together(comm):
+            chosen_experts = kept_of(experts_left)
+        remove_units(model, chosen_experts, group=comm)
+    how: dict[str, Any] = {"criterion": criterion, "targets": targets, "target_share": target_share, **walked}
+    division = Division(sizes)
     if budget is not None:
-        trying = partial(choose, refit=refit_in_trials(refit, targets))
-        division = divide_budget(model, token_ids, sizes, budget, trying, layer_criterion=layer_criterion, **walked)
-        sizes = division.sizes
-    left = list(range(num_all))
-    if (num_layers := sizes.num_layers(model)) < num_all:
-        known = division.layers_gone if division else ()
-        order = order_layers(model, token_ids, num_layers, criterion=layer_criterion, known=known, **walked)
-        left = [layer for layer in left if layer not in order]
-    removal = choose(token_ids, sizes.in_walk, layers=left)
-    blocks = decoder_blocks(model)
-    kept = {key: index for key, index in kept.items() if key[0] in {blocks[layer][0] for layer in left}}
-    cut_model(model, removal.kept, left, group=comm)
-    num_parameters = count_parameters(model)
-    units = kept | dict(removal.kept)
-    return Shrunk(units, removal.layers, num_parameters, num_parameters_before, removal.report, division)
+        trying = partial(choose_units, model, refit=refit_in_trials(refit, targets), **how)
+        with job.stage("divide", "trying sizes", ""):
+            division = divide_budget(
+                model,
+                token_ids,
+                sizes,
+                budget,
+                trying,
+                layer_criterion=layer_criterion,
+                recall=job.recall,
+                say=job.say,
+                **walked,
+            )
+        job.say(f"sizes: {division.sizes}")
+    sizes = division.sizes
+
+    def rank_layers() -> list[int]:
+        num_layers, gone = sizes.num_layers(model), list[int]()
+        if num_layers < num_all:
+            known = division.layers_gone
+            with job.stage("choose", "choosing layers", "layers") as progress:
+                gone = order_layers(
+                    model, token_ids, num_layers, criterion=layer_criterion, known=known, progress=progress, **walked
+                )
+        return [layer for layer in range(num_all) if layer not in gone]
+
+    left = job.recall("layers", rank_layers)
+    if len(left) < num_all:
+        job.say(f"layers that stay: {as_text(left)}")
+    with together(comm):
+        num_units_before |= num_units(model, list(sizes.in_walk))
+    blocks = None if job.blocks is None else job.blocks(model, left)
+
+    def on_block(index: int, report: BlockReport, stays: Kept) -> None:
+        entries = [*experts_left.get(report.name, []), *entries_of(stays, num_units_before).get(report.name, [])]
+        if blocks is not None:
+            blocks.on_block(index, report, kept=entries)
+
+    with job.stage("shrink", "shrinking block by block", ""):
+        removal = choose_units(
+            model,
+            token_ids,
+            sizes.in_walk,
+            layers=left,
+            refit=refit,
+            finished=None if blocks is None else blocks.finished,
+            on_block=on_block,
+            **how,
+        )
+        with together(comm):
+            names = {decoder_blocks(model)[layer][0] for layer in left}
+            kept = {key: index for key, index in chosen_experts.items() if key[0] in names} | dict(removal.kept)
+            for block in () if blocks is None else blocks.reports():  # with those that were restored
+                kept |= kept_of({block["name"]: block["kept"]})
+        cut_model(model, {key: index for key, index in kept.items() if key[1] != "experts"}, left, group=comm)
+    return Shrunk(
+        kept,
+        removal.layers,
+        count_parameters(model),
+        num_parameters_before,
+        removal.report,
+        None if budget is None else division,
+    )
 
 
 def _range(sizes: set[int]) -> str:

@@ -78,12 +78,15 @@ class Division:
 
 
 Recall = Callable[[str, Callable[[], Any]], Any]
-OnTrial = Callable[[Trial, float], None]
 
 
 def make_anew(name: str, make: Callable[[], Any]) -> Any:  # noqa: ARG001
     """Return what ``make`` returns. A job's own recalls what it returned under this name before the job was killed."""
     return make()
+
+
+def say_nothing(text: str) -> None:
+    """Keep ``text`` for oneself."""
 
 
 def find_budget(model: nn.Module, samples: torch.Tensor, sizes: Sizes) -> Budget | None:
@@ -113,7 +116,7 @@ def divide_budget(
     *,
     layer_criterion: LayerCriterion = "loss",
     recall: Recall = make_anew,
-    on_trial: OnTrial | None = None,
+    say: Callable[[str], None] = say_nothing,
     group: Group = None,
     offload: bool = False,
     batch_tokens: int | None = None,
@@ -126,7 +129,7 @@ def divide_budget(
         choose: ``choose_units`` of this model, to be called with samples, sizes and layers.
         layer_criterion, offload, batch_tokens: as of :func:`order_layers`.
         recall: called with the name of each trial and what makes it, of what JSON knows.
-        on_trial: called after each trial that is not recalled, with how many seconds the others may take.
+        say: called after each trial that is not recalled, with what it found, and how long the others may take.
 
     Every rank of ``group`` must call it, with equal arguments, and all come to the same sizes. In memory: a copy of the
     shards that one trial changes, on the CPU. Rounds: for each trial those of ``choose`` and of ``log_likelihoods``, of
@@ -147,10 +150,9 @@ def divide_budget(
             num_measured = len(trying.seconds)
             cost, trying.gone = recall(f"trial-{len(trials) + 1}", partial(trying.measure, wanted, trying.gone))
             trials.append(Trial(wanted, budget.left({}) - budget.left(wanted), cost))
-            with together(comm):
-                if on_trial is not None and len(trying.seconds) > num_measured:
-                    num_left = len(mixes) - number + num_later
-                    on_trial(trials[-1], num_left * statistics.mean(trying.seconds))
+            if len(trying.seconds) > num_measured:
+                seconds = (len(mixes) - number + num_later) * statistics.mean(trying.seconds)
+                say(f"tried {trials[-1]}" + (f"; about {seconds:,.0f} s to go" if seconds else ""))
 
     if len(budget.options) < 2 or budget.is_met({}):
         chosen = max(budget.mixes(), key=budget.left)

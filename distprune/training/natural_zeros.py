@@ -80,7 +80,6 @@ def _extremes(local: torch.Tensor) -> torch.Tensor:
     extremes = torch.full((2,), -torch.inf, dtype=torch.float64, device=local.device)
     for _, values in flat_chunks(local):
         sizes = values.to(torch.float64).abs()
-        of_zeros = sizes == 0
-        largest, smallest = sizes.masked_fill(of_zeros, -torch.inf).max(), sizes.masked_fill(of_zeros, torch.inf).min()
-        extremes = torch.maximum(extremes, torch.stack([largest, -smallest]))
+        both = torch.stack([sizes, -sizes]).masked_fill(sizes == 0, -torch.inf)
+        extremes = torch.maximum(extremes, both.flatten(1).amax(dim=1))
     return extremes

@@ -16,6 +16,7 @@ from torch import nn
 
 import distprune as prune
 from distprune.collectives.communicator import Alone
+from distprune.removal.choose_units import choose_units
 from distprune.removal.layers import order_layers
 from distprune.shards import device as device_work
 from tests.architectures import samples, tiny_model
@@ -68,6 +69,7 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "allocate": (1, 1),
     "order of layers": (3, 3),  # a forward at the beginning, and one without each of two layers
     "influences": (1, 1),
+    "units": (28, 6),  # two linear layers that read units: three factors each, whatever the number of units
 }
 # One window more, each of which is a batch.
 OF_WINDOWS: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
@@ -145,11 +147,23 @@ def of_window(device: torch.device, name: str) -> Counts:
     return more_waits - waits, more_sends - sends
 
 
+def of_removal(device: torch.device, _: str) -> Counts:
+    """Of one block more, of which MLP channels and KV groups go."""
+    found = []
+    for num_blocks in (2, 3):
+        model = tiny_model("llama", num_hidden_layers=num_blocks, num_key_value_heads=2).to(device)
+        with Costs(DEVICE) as costs:
+            choose_units(model, samples(4), {"mlp": 0.5, "kv_groups": 1}, refit="least_squares", group=Alone())
+        found.append((costs.waits, costs.sends))
+    (waits, sends), (more_waits, more_sends) = found
+    return more_waits - waits, more_sends - sends
+
+
 def counted_on_rank(rank: int) -> dict[str, Counts]:
     device = on_rank(rank)
     kinds: dict[str, Callable[[torch.device, str], Counts]] = dict.fromkeys(PATTERNS, of_call)
     kinds |= dict.fromkeys(("held step", "training that prunes", "training that regrows"), of_step)
-    kinds |= dict.fromkeys(SOLVERS, of_block)
+    kinds |= dict.fromkeys(SOLVERS, of_block) | {"units": of_removal}
     kinds |= dict.fromkeys(OF_WINDOWS, of_window)
     with patch.object(device_work, "_DEVICE_CHUNK", CHUNK):
         return {name: of_kind(device, name) for name, of_kind in kinds.items()}

@@ -20,7 +20,7 @@ from distprune.removal.budget import Budget, cost_curve
 from distprune.removal.choose_units import choose_units, refit_in_trials
 from distprune.removal.shrink_model import cut_model
 from distprune.removal.sizes import Sizes
-from distprune.removal.trials import Trial, divide_budget, find_budget
+from distprune.removal.trials import divide_budget, find_budget
 from tests.architectures import samples, tiny_model
 from tests.removal.layouts import LAYOUTS
 from tests.worlds import run_threads
@@ -167,7 +167,7 @@ def test_trials_measure_what_is_lost_and_put_the_model_back(monkeypatch: pytest.
     choose = partial(choose_units, model, refit=refit_in_trials(None, None))
     assert budget is not None
     made: dict[str, Any] = {}
-    told: list[tuple[Trial, float]] = []
+    told: list[str] = []
 
     def recall(name: str, make: Callable[[], Any]) -> Any:
         if name not in made:
@@ -177,7 +177,7 @@ def test_trials_measure_what_is_lost_and_put_the_model_back(monkeypatch: pytest.
     how: Any = {
         "layer_criterion": "influence",
         "recall": recall,
-        "on_trial": lambda trial, seconds: told.append((trial, seconds)),
+        "say": told.append,
     }
     division = divide_budget(model, TOKENS, sizes, budget, choose, **how)
     after = model.state_dict()
@@ -186,8 +186,8 @@ def test_trials_measure_what_is_lost_and_put_the_model_back(monkeypatch: pytest.
     mixes = [trial for trial in division.trials if budget.left(trial.sizes) <= budget.limit]
     assert 1 < len(mixes) <= 3
     assert division.sizes == Sizes(**min(mixes, key=lambda trial: trial.cost).sizes)
-    assert [trial for trial, _ in told] == [*division.trials]
-    assert [seconds > 0 for _, seconds in told] == [True] * (len(told) - 1) + [False]
+    assert [said.split("; about ")[0] for said in told] == [f"tried {trial}" for trial in division.trials]
+    assert [said.endswith(" s to go") for said in told] == [True] * (len(told) - 1) + [False]
     held_out, fitted = TOKENS[3:4], TOKENS[[0, 1, 2, 4, 5]]
     scored = held_out, held_out[:, :15].reshape(3, 5)
     dense = [plain_loss(model, windows) for windows in scored]
@@ -207,7 +207,8 @@ def test_trials_measure_what_is_lost_and_put_the_model_back(monkeypatch: pytest.
     assert found == {0, 1}
     del made["trial-2"], made[f"trial-{len(division.trials)}"]
     assert divide_budget(model, TOKENS, sizes, budget, choose, **how) == division
-    assert [trial for trial, _ in told[len(division.trials) :]] == [division.trials[1], division.trials[-1]]
+    again = [said.split("; about ")[0] for said in told[len(division.trials) :]]
+    assert again == [f"tried {division.trials[1]}", f"tried {division.trials[-1]}"]
 
 
 @pytest.mark.parametrize("extra", [0.0, 0.1, 9.0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,13 +18,13 @@ from distprune.training.sparse_training import SparseTraining
 from distprune.training.straight_through import StraightThrough
 from tests.contract import FITTING, Below
 from tests.device_path import as_on_a_device, counted_waits
-from tests.layouts import LAYOUTS, Layout
+from tests.layouts import Layout
 from tests.oracle import random_scores
 from tests.sampling import Combination, over_layouts
 from tests.test_contract import Holder, local
 from tests.worlds import drawing, run_threads
 
-SHARE, NUM_MOVES = 0.4, 200
+SHARE = 0.4
 PATTERNS: tuple[Pattern, ...] = (
     prune.Unstructured(0.6, "tensor"),
     prune.NByM(2, 4),
@@ -170,26 +169,6 @@ def check(layout: Layout, world_size: int, cases: Sequence[Case]) -> None:
 def test_equals_the_plain_answer(layout: Layout, world_size: int, cases: list[Combination]) -> None:
     in_rows = prune.PerRow(0.55), "gradient", torch.float64  # rows are cut in most layouts
     check(layout, world_size, [made(pattern, [by], dtype, 2) for pattern, by, dtype in [*cases, in_rows]])
-
-
-@functools.cache
-def many_moves(pattern: Pattern) -> Case:
-    return made(pattern, BYS, torch.float32, NUM_MOVES, FITTING[1:2])
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize(
-    ("layout", "world_size"),
-    [
-        pytest.param(layout, size, id=f"{layout.name}-{size}")
-        for layout in LAYOUTS
-        for size in ((1, 2, 4) if layout.name in ("shard0", "shard1") else layout.default_sizes[-1:])
-    ],
-)
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-def test_patterns_hold_after_many_moves(layout: Layout, world_size: int, pattern: Pattern) -> None:
-    """Whatever the layout and the number of ranks, it is the plain answer."""
-    check(layout, world_size, [many_moves(pattern)])
 
 
 def not_finite(model: nn.Module, hold: prune.Hold) -> None:
