@@ -12,14 +12,14 @@ PACKAGE = Path(__file__).parent.parent / "distprune"
 # By folder, "." the files beside them: the most lines of code that it may have, and the goal.
 LINES = {
     ".": (421, 320),
-    "calibration": (2144, 1350),
+    "calibration": (2099, 1350),
     "checkpoint": (1652, 1180),
     "cli": (921, 410),
     "collectives": (675, 640),
     "jobs": (2968, 1280),
     "kernels": (814, 800),
     "masks": (489, 470),
-    "models": (914, 690),
+    "models": (920, 690),
     "oneshot": (2479, 1440),
     "patterns": (1548, 690),
     "pruning": (1445, 960),

@@ -1,36 +1,32 @@
 """What the linear layers of a block are given, and what becomes of their outputs, while it runs.
 
-Noun: a layer *adds to* the residual stream if its output, as it is, is one addend of a sum of hidden states; that
-*sum* is known to whoever listens. In most decoders the output of attention and that of the MLP do; where a norm or a
-factor comes in between (Gemma 2, Granite), they do not.
+Noun: a layer *adds to* the residual stream if a block puts out what it is given plus this layer's output, as it is, and
+those of others. In most decoders the output of attention and that of the MLP do; where a norm or a factor comes in
+between (Gemma 2, Granite), they do not. Its *total* is what the block is given plus the outputs that add, up to this.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from typing_extensions import override
 
 from distprune.models.experts import expert_inputs
 from distprune.models.linear_layers import LinearLayer
 
-_ADDS = {torch.add, torch.Tensor.add, torch.Tensor.add_, torch.Tensor.__add__, torch.Tensor.__iadd__} | {
-    torch.Tensor.__radd__
-}
+Now = Callable[[], tuple[int, torch.Tensor]]  # the number of the run that is under way, and what its block is given
 
 
 class Listener(Protocol):
     """Is told, in the order in which a block does it; what it raises ends the run."""
 
     def given(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None, first: str) -> None:
-        """Map ``name`` is given ``x`` (..., in): all tokens, or, of an expert, those with the numbers ``tokens``.
+        """Layer ``name`` is given ``x`` (..., in): all tokens, or, of an expert, those with the numbers ``tokens``.
 
         Where these are not known, there are none. ``first`` is the first layer that was given the same ``x``.
         """
@@ -39,7 +35,7 @@ class Listener(Protocol):
         """All that the module of layer ``name`` is given has been told; ``name`` is the first layer it holds."""
 
     def added(self, name: str, total: torch.Tensor) -> None:
-        """The output of layer ``name`` was added to hidden states: to ``total`` (..., out)."""
+        """The output of layer ``name``, which adds to hidden states, brings them to ``total`` (..., out)."""
 
 
 @contextmanager
@@ -47,16 +43,12 @@ def listening(
     linears: Mapping[str, LinearLayer],
     listener: Listener,
     adding: Mapping[str, LinearLayer] | None = None,
-    *,
-    unseen: Collection[str] = (),
-    now: Callable[[], tuple[int, torch.Tensor]] | None = None,
+    now: Now | None = None,
 ) -> Iterator[None]:
-    """Tell ``listener`` what ``linears`` are given while this lasts, and the sums that the layers in ``adding`` add to.
+    """Tell ``listener`` what ``linears`` are given while this lasts, and the totals of those in ``adding``.
 
-    Through forward hooks on their modules, and functions called in the body. ``adding`` must have all layers of the
-    block that add to hidden states, or a sum of two of them would not be told from one with hidden states. Those in
-    ``unseen`` do it in a way that shows in no function of torch: their sum is made here, of what the block is given in
-    this run, which ``now`` returns with the run's number, and of the outputs in ``adding`` so far. Local.
+    Through forward hooks on their modules. ``adding`` are all layers of the block that add to hidden states; ``now``
+    must be there for them. Local.
     """
     with ExitStack() as stack:
         seen = _Seen()
@@ -66,10 +58,10 @@ def listening(
             is_linear = linears[name].expert is None
             hook = _hook(name, linears, listener, seen)
             stack.callback(module.register_forward_pre_hook(hook, prepend=is_linear, with_kwargs=True).remove)
-        if adding:
-            sums = stack.enter_context(_Sums(listener, unseen, now))
+        if adding and now is not None:
+            totals = _HiddenStates(listener, now)
             for name, linear in adding.items():
-                stack.callback(linear.module.register_forward_hook(partial(sums.follow, name)).remove)
+                stack.callback(linear.module.register_forward_hook(partial(totals.add, name)).remove)
         yield
 
 
@@ -116,57 +108,16 @@ def _hook(name: str, linears: Mapping[str, LinearLayer], listener: Listener, see
     return hook
 
 
-class _Sums(TorchFunctionMode):
-    """Follows the outputs of layers into the sums that they are addends of.
+class _HiddenStates:
+    """Adds what layers put out to what the block is given, in the order in which they run."""
 
-    A sum of outputs alone (attention and MLP side by side) is followed into the next one.
-    """
-
-    def __init__(
-        self, listener: Listener, unseen: Collection[str], now: Callable[[], tuple[int, torch.Tensor]] | None
-    ) -> None:
-        super().__init__()
-        self._listener, self._unseen, self._now = listener, unseen, now
-        self._followed: dict[str, torch.Tensor] = {}
+    def __init__(self, listener: Listener, now: Now) -> None:
+        self._listener, self._now = listener, now
         self._run = -1  # that is under way
         self._total: torch.Tensor | None = None  # hidden states in it so far
 
-    def follow(self, name: str, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
-        if self._unseen and self._now is not None:
-            run, given = self._now()
-            self._total = output + (given if run != self._run or self._total is None else self._total)
-            self._run = run
-        if name in self._unseen and self._total is not None:
-            self._listener.added(name, self._total)
-        elif isinstance(output, torch.Tensor):
-            self._followed[name] = output
-
-    @override
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func not in _ADDS or kwargs or not self._followed:
-            return func(*args, **(kwargs or {}))
-        names = [[name for name, output in self._followed.items() if _is_same(output, addend)] for addend in args]
-        total = func(*args)
-        if len(names) != 2 or not any(names) or any(not _has_size(addend, total) for addend in args):
-            return total
-        for name in {*names[0], *names[1]}:
-            if all(names):
-                self._followed[name] = total
-            else:
-                del self._followed[name]
-                self._listener.added(name, total)
-        return total
-
-
-def _has_size(addend: Any, total: torch.Tensor) -> bool:
-    return isinstance(addend, torch.Tensor) and addend.numel() == total.numel()
-
-
-def _is_same(output: torch.Tensor, addend: Any) -> bool:
-    """Return whether ``addend`` is ``output``, seen in another shape maybe."""
-    if output is addend or type(addend) is not type(output):
-        return output is addend
-    alike = addend.numel() == output.numel() and addend.dtype == output.dtype and addend.is_contiguous()
-    return alike and output.is_contiguous() and addend.data_ptr() == output.data_ptr()
+    def add(self, name: str, module: nn.Module, args: Any, output: torch.Tensor) -> None:  # noqa: ARG002
+        run, given = self._now()
+        before = given if run != self._run or self._total is None else self._total
+        self._run, self._total = run, before + output.detach().view_as(before)
+        self._listener.added(name, self._total)

@@ -24,8 +24,8 @@ class BlockOrder:
 
     ``stages`` are layers that can be pruned at once: those of a stage are not given what others of it put out, but
     where they are the experts of one layer. The outputs of those in ``adding`` are added to hidden states as they are
-    (see :mod:`distprune.calibration.listening`); of those in ``unseen`` only values tell so. ``shifted`` have a target
-    for their inputs' shift: all not in ``adding``, and those that share an input with one.
+    (see :mod:`distprune.calibration.listening`). ``shifted`` have a target for their inputs' shift: all not in
+    ``adding``, and those that share an input with one.
     ``called_once`` are those whose modules run once, on whatever sample.
     """
 
@@ -33,7 +33,6 @@ class BlockOrder:
     adding: frozenset[str]
     shifted: frozenset[str]
     called_once: frozenset[str]
-    unseen: frozenset[str] = frozenset()
 
     def of(self, linears: Collection[str]) -> BlockOrder:
         """Return the order of ``linears`` alone; all that add to hidden states are still named."""
@@ -51,11 +50,8 @@ class BlockOrder:
 class _Heard:
     """What one run tells."""
 
-    width: int  # of hidden states
-    linears: Mapping[str, LinearLayer]
     inputs: dict[str, list[str]] = field(default_factory=dict)  # the layers that share one, by the first
     num_calls: Counter[str] = field(default_factory=Counter)
-    adding: list[str] = field(default_factory=list)
 
     def given(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None, first: str) -> None:  # noqa: ARG002
         self.inputs.setdefault(first, []).append(name)
@@ -63,43 +59,40 @@ class _Heard:
     def passed(self, name: str) -> None:
         self.num_calls[name] += 1
 
-    def added(self, name: str, total: torch.Tensor) -> None:
-        if total.shape[-1] == self.width:
-            self.adding.append(name)
+    def added(self, name: str, total: torch.Tensor) -> None: ...
 
     def kinds(self) -> list[list[str]]:
         """Return the kinds of layers that share an input, in the order in which they are first given one."""
         found = (tuple(sorted({kind_of(name) for name in names})) for names in self.inputs.values())
         return [list(kinds) for kinds in dict.fromkeys(found)]
 
-    def candidates(self) -> dict[str, LinearLayer]:
-        return {name: of for name, of in self.linears.items() if of.expert is None and of.num_out == self.width}
-
 
 def learn_order(comm: Communicator, walk: Walk, index: int, linears: Mapping[str, LinearLayer]) -> BlockOrder:
-    """Run block ``index`` on this rank's first sample and return in which order it runs ``linears``.
+    """Run block ``index`` on this rank's first batch and return in which order it runs ``linears``.
 
-    Experts of one layer, which are numbered, are of one stage whether this sample reached them or not; other layers
-    that no rank's sample reached come last. Every rank must call it: three rounds, of 24 and 8 bytes a layer, and that
+    Experts of one layer, which are numbered, are of one stage whether these samples reached them or not; other layers
+    that no rank's samples reached come last. Every rank must call it: two rounds, of 16 and 8 bytes a layer, and that
     of :func:`told_by_all`, of the kinds of layers.
     """
-    heard, outputs = _Heard(walk.hidden[0].shape[-1], linears), dict[str, torch.Tensor]()
-    names = list(linears)
+    heard, names, block = _Heard(), list(linears), walk.blocks[index][1]
 
     def run_block(words: torch.Tensor) -> None:
-        """Write how often each layer's module was called, and -1 where it is seen, or found, to add to a sum."""
-        candidates = heard.candidates()
-        with listening(linears, heard, candidates), keeping_outputs(candidates, outputs), walk.block(index) as run:
+        """Write how often each layer's module was called, and 1 where its output is found to be an addend."""
+        width = walk.hidden[0].shape[-1]
+        modules = {name: of.module for name, of in linears.items() if of.expert is None and of.num_out == width}
+        routed = {of.module for of in linears.values() if of.expert is not None}
+        experts = [name for name, module in block.named_modules() if module in routed]
+        around = {*experts, *(name.partition(".")[0] for name in experts)}
+        modules |= {name: block.get_submodule(name) for name in around}
+        with listening(linears, heard), keeping_outputs(modules) as outputs, walk.block(index) as run:
             output = run(0)
-        found = find_addends(walk.hidden[0].to(output.device), output, outputs, heard.adding)
-        seen = {*heard.adding}
-        told = [[heard.num_calls[name], -int(name in seen), -int(name in seen | found)] for name in names]
+        adding = find_addends(walk.hidden[0].to(output.device), output, outputs, experts)
+        told = [[heard.num_calls[name], int(name in adding)] for name in names]
         words.copy_(torch.tensor(told, dtype=torch.int64, device="cpu"))
 
-    told = max_together(comm, (len(names), 3), run_block).tolist()  # calls, the most of any rank; sums, on all ranks
-    called_once = _called_once(linears, {name: calls for name, (calls, _, _) in zip(names, told, strict=True)})
-    seen = called_once.intersection(name for name, (_, is_seen, _) in zip(names, told, strict=True) if is_seen)
-    adding = called_once.intersection(name for name, (_, _, adds) in zip(names, told, strict=True) if adds)
+    told = max_together(comm, (len(names), 2), run_block).tolist()  # of the rank that says most
+    called_once = _called_once(linears, {name: calls for name, (calls, _) in zip(names, told, strict=True)})
+    adding = called_once.intersection(name for name, (_, adds) in zip(names, told, strict=True) if adds)
     others = linears.keys() - adding
 
     def share(words: torch.Tensor) -> None:
@@ -111,7 +104,7 @@ def learn_order(comm: Communicator, walk: Walk, index: int, linears: Mapping[str
     is_shifted = max_together(comm, (len(names),), share).tolist()
     shifted = frozenset(name for name, shifts in zip(names, is_shifted, strict=True) if shifts)
     told_kinds = told_by_all(comm, heard.kinds)
-    return BlockOrder(_stages(names, [kinds for _, kinds in told_kinds]), adding, shifted, called_once, adding - seen)
+    return BlockOrder(_stages(names, [kinds for _, kinds in told_kinds]), adding, shifted, called_once)
 
 
 def _stages(names: Sequence[str], told: Sequence[Sequence[Sequence[str]]]) -> tuple[tuple[str, ...], ...]:

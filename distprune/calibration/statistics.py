@@ -28,7 +28,7 @@ from distprune.calibration.routed_tokens import send_tokens
 from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.shared_inputs import shared_inputs
 from distprune.calibration.sums import DENSE, FEATURES, PRODUCTS, InputSums, product
-from distprune.calibration.targets import Beside, DenseSample, Targets
+from distprune.calibration.targets import DenseSample, Targets
 from distprune.calibration.walk import Walk
 from distprune.collectives.base import Communicator, as_told
 from distprune.collectives.communicator import Alone
@@ -155,7 +155,7 @@ class InputStatistics:
     def _dense_of(self, name: str, own: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
         """Return what stands beside ``own`` in the dense stream; where that is not known, ``own`` itself."""
         beside = self._dense.beside(name, own, tokens) if self._dense is not None else None
-        return own if beside is None else _filled(beside, own)
+        return own if beside is None else beside
 
     @own_settings()
     def added(self, name: str, total: torch.Tensor) -> None:
@@ -307,11 +307,6 @@ class InputStatistics:
         self._sums = {names[first]: sums for first, sums in self._sums.items()}
         self._tokens = {names[first]: tokens for first, tokens in self._tokens.items()}
         return [SharedInput(of, self.linears[of[0]].num_in, num_tokens) for of, num_tokens in inputs.items()]
-
-
-def _filled(beside: Beside, own: torch.Tensor) -> torch.Tensor:
-    dense = beside.dense.to(own.device)
-    return dense if beside.known is None else (own.float() + beside.shift(own)).to(own.dtype)
 
 
 def _check_finite(found: list[Moments]) -> None:

@@ -25,26 +25,6 @@ from distprune.calibration.walk import Walk, fitting
 from distprune.models.linear_layers import LinearLayer
 
 
-@dataclass(frozen=True)
-class Beside:
-    """What a layer is given in the dense stream: ``dense`` (tokens, features), of all tokens or of those in ``known``.
-
-    ``known`` (tokens,), bool, on the CPU: those that were not routed to other experts there.
-    """
-
-    dense: torch.Tensor
-    known: torch.Tensor | None = None
-
-    def shift(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x_dense - ``x``, (tokens, features), float32; 0 where it is not known."""
-        dense = self.dense.to(x.device).float()
-        if self.known is None:
-            return dense - x
-        known, change = self.known.to(x.device), torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        change[known] = dense - x[known]
-        return change
-
-
 @dataclass
 class DenseSample:
     """One sample in the dense stream: this rank's features of the layers' inputs, and the sums that layers add to."""
@@ -57,22 +37,24 @@ class DenseSample:
         kept = {id(values): values.nbytes for values in [*(x for x, _ in self.inputs.values()), *self.totals.values()]}
         return sum(kept.values())
 
-    def beside(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None) -> Beside | None:
+    def beside(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor | None:
         """Return what stands beside ``x`` (tokens, features of this rank) of layer ``name`` in the dense stream.
 
-        ``None``: no token was routed there, or it is not known which.
+        For a token that was not routed there, that of ``x`` itself. ``None``: none was, or it is not known which.
         """
         if name not in self.inputs:
             return None
         dense, dense_tokens = self.inputs[name]
+        dense = dense.to(x.device)
         if tokens is None or dense_tokens is None:
             _check_alike(name, dense, x)
-            return Beside(dense)
-        if len(tokens) != len(x):
+            return dense
+        if len(tokens) != len(x) or not len(dense_tokens):
             return None
-        numbers, dense_numbers = tokens.cpu(), dense_tokens.cpu()
-        there = torch.isin(dense_numbers, numbers)
-        return Beside(dense[there.to(dense.device)], torch.isin(numbers, dense_numbers))
+        # Both ascend.
+        places = torch.searchsorted(dense_tokens, tokens).clamp_(max=len(dense_tokens) - 1)
+        is_there = dense_tokens[places] == tokens
+        return torch.where(is_there[:, None], dense[places], x)
 
     def residual(self, name: str, total: torch.Tensor) -> torch.Tensor:
         """Return total_dense - ``total`` (tokens, out), float32, of layer ``name``."""
@@ -100,7 +82,7 @@ class Targets:
 
     def listening(self, linears: Mapping[str, LinearLayer], listener: Listener) -> AbstractContextManager[None]:
         """Tell ``listener`` what ``linears`` are given and add to while this lasts, as :func:`listening` does."""
-        return listening(linears, listener, self.adding, unseen=self.order.unseen, now=self._now)
+        return listening(linears, listener, self.adding, self._now)
 
     def _now(self) -> tuple[int, torch.Tensor]:
         assert self.walk.given is not None  # a block runs

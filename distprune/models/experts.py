@@ -49,8 +49,8 @@ def expert_inputs(
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return by ``parameter name.expert``, when called so, the inputs of each expert's matrices, (tokens, in).
 
-    In front of them, which tokens they are, int64; none where that is not known (JetMoe sorts them). Experts without
-    tokens are left out. Local; call it while the weights are whole.
+    In front of them, which tokens they are, int64, ascending; none where that is not known (JetMoe sorts them). Experts
+    without tokens are left out. Local; call it while the weights are whole. Two waits for a device, for all experts.
     """
     given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
     if "expert_size" in given:
@@ -59,10 +59,9 @@ def expert_inputs(
         return {f"weight.{expert}": (unknown, part) for expert, part in enumerate(parts) if len(part)}
     *first_names, last_name = expert_weights(module)
     found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    for expert in range(getattr(module, last_name).shape[0]):
-        tokens, routed = _routed(module, given, expert)
-        if len(routed) == 0:
-            continue
+    hidden = given["hidden_states"].reshape(-1, given["hidden_states"].shape[-1])
+    for expert, rows, tokens in _routed(given, hidden, getattr(module, last_name).shape[0]):
+        routed = hidden[rows]
         inner = [_apply(module, name, expert, routed) for name in first_names]
         found |= {f"{name}.{expert}": (tokens, routed) for name in first_names}
         activated = _activated(module, inner, first_names)
@@ -82,15 +81,13 @@ def expert_gradients(
     their shares ``share_of_token`` (tokens, experts per token). Local; one expert at a time is in memory.
     """
     *first_names, last_name = expert_weights(module)
-    for expert in range(getattr(module, last_name).shape[0]):
-        is_here = (expert_of_token == expert).any(dim=1)
-        if not bool(is_here.any()):
-            continue
-        routed = hidden[is_here]
+    goes = _goes(expert_of_token, getattr(module, last_name).shape[0])
+    for expert, tokens in _tokens_of_experts(goes):
+        routed = hidden[tokens]
         inner = [_apply(module, name, expert, routed).detach().requires_grad_() for name in first_names]
         gated = _activated(module, inner, first_names)
-        share = (share_of_token * (expert_of_token == expert)).sum(dim=1)[is_here]
-        of_last = grad[is_here] * share[:, None].to(grad.dtype)
+        share = (share_of_token * (expert_of_token == expert)).sum(dim=1)[tokens]
+        of_last = grad[tokens] * share[:, None].to(grad.dtype)
         if getattr(module, "has_post_expert_norm", False):
             put_out = _apply(module, last_name, expert, gated).detach().requires_grad_()
             (of_last,) = torch.autograd.grad(module.post_expert_norm(put_out), put_out, of_last)
@@ -100,19 +97,34 @@ def expert_gradients(
         yield f"{last_name}.{expert}", gated.detach(), of_last
 
 
-def _routed(module: Any, given: Mapping[str, Any], expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which tokens ``expert`` is given, and what, (tokens, in)."""
-    hidden: torch.Tensor = given["hidden_states"]
-    hidden = hidden.reshape(-1, hidden.shape[-1])
+def _routed(
+    given: Mapping[str, Any], hidden: torch.Tensor, num_experts: int
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Yield each expert that is given tokens, which rows of ``hidden`` (rows, in) these are, and which tokens."""
     expert_of_token = next((given[name] for name in _ROUTED if name in given), None)
+    num_rows = len(hidden)
     if expert_of_token is not None:
-        tokens = (expert_of_token == expert).any(dim=-1).reshape(-1).nonzero().squeeze(1)
+        goes = _goes(expert_of_token.reshape(num_rows, -1), num_experts)
     elif "gammas" in given:
-        return torch.arange(len(hidden), device=hidden.device), hidden
-    else:
-        hidden = hidden.view(module.gate_up_proj.shape[0], -1, hidden.shape[-1])[expert]
-        tokens = hidden.any(dim=1).nonzero().squeeze(1)
-    return tokens, hidden[tokens]
+        goes = torch.ones((num_experts, num_rows), dtype=torch.bool, device=hidden.device)
+    else:  # those of each expert in turn
+        goes, num_rows = hidden.any(dim=1).view(num_experts, -1), len(hidden) // num_experts
+    for expert, tokens in _tokens_of_experts(goes):
+        yield expert, tokens if num_rows == len(hidden) else tokens + expert * num_rows, tokens
+
+
+def _goes(expert_of_token: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Return whether each expert is given each token, (experts, tokens) bool."""
+    experts = torch.arange(num_experts, device=expert_of_token.device)
+    return (expert_of_token == experts[:, None, None]).any(dim=2)
+
+
+def _tokens_of_experts(goes: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield each expert that is given tokens, and which, ascending. Two waits for a device."""
+    tokens, counts = goes.nonzero()[:, 1], goes.sum(dim=1).tolist()
+    for expert, some in enumerate(torch.split(tokens, counts)):
+        if len(some):
+            yield expert, some
 
 
 def _apply(module: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:

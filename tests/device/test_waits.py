@@ -17,6 +17,7 @@ from torch import nn
 import distprune as prune
 from distprune.collectives.communicator import Alone
 from distprune.removal.choose_units import choose_units
+from distprune.removal.experts import choose_experts
 from distprune.removal.layers import order_layers
 from distprune.shards import device as device_work
 from tests.architectures import samples, tiny_model
@@ -70,6 +71,9 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "order of layers": (3, 3),  # a forward at the beginning, and one without each of two layers
     "influences": (1, 1),
     "units": (28, 6),  # two linear layers that read units: three factors each, whatever the number of units
+    "choice of 4 experts": (5, 1),  # twice to learn which tokens all experts are given, as the model does itself
+    "admm of 4 experts": (9, 1),
+    "a window of fitted admm": (2, 2),  # how blocks are called: in the walk, and in a step of the fit
 }
 # One window more, each of which is a batch.
 OF_WINDOWS: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
@@ -78,6 +82,13 @@ OF_WINDOWS: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
     "order of layers": lambda model, tokens: order_layers(model, tokens, 1, group=Alone(), batch_tokens=1),
     "influences": lambda model, tokens: order_layers(
         model, tokens, 1, criterion="influence", group=Alone(), batch_tokens=1
+    ),
+    "choice of 4 experts": lambda model, tokens: choose_experts(model, tokens, 2, group=Alone(), batch_tokens=1),
+    "admm of 4 experts": lambda model, tokens: prune.prune_blocks(
+        model, tokens, 0.5, refit="none", group=Alone(), batch_tokens=1
+    ),
+    "a window of fitted admm": lambda model, tokens: prune.prune_blocks(
+        model, tokens, 0.5, group=Alone(), batch_tokens=1
     ),
 }
 Counts = tuple[Counter[str], Counter[str]]  # waits and sends, by line
@@ -139,7 +150,10 @@ def of_block(device: torch.device, name: str) -> Counts:
 def of_window(device: torch.device, name: str) -> Counts:
     found = []
     for num_windows in (4, 5):
-        model = tiny_model("llama", num_hidden_layers=2, num_key_value_heads=2).to(device)
+        of_experts = {"num_local_experts": 4, "num_hidden_layers": 1}
+        of_layers = {"num_key_value_heads": 2, "num_hidden_layers": 2}
+        model = tiny_model("mixtral", **of_experts) if "experts" in name else tiny_model("llama", **of_layers)
+        model.to(device)
         with Costs(DEVICE) as costs:
             OF_WINDOWS[name](model, samples(num_windows))
         found.append((costs.waits, costs.sends))

@@ -194,7 +194,8 @@ def test_a_walk_gathers_every_layer_once(num_parts: int, monkeypatch: pytest.Mon
     (one, num_of_one, rounds_of_one), _ = run_threads(2, costs_on_rank, 2)
     (two, num_of_two, rounds_of_two), _ = run_threads(2, costs_on_rank, 1)
     assert (one, two) == (order_layers(tiny_model("llama"), TOKENS, 2), order_layers(tiny_model("llama"), TOKENS, 1))
-    assert num_of_one == 1 + num_parts * (3 + 1)  # the first layer, to learn what one puts out, and a walk
+    # What is around the layers, and the first one, to learn how they are called and what one puts out; and a walk.
+    assert num_of_one == 2 + num_parts * (3 + 1)
     assert num_of_two == num_of_one + num_parts * (2 + 1)
     assert rounds_of_two == rounds_of_one + num_parts * (2 + 2) + 1
 
