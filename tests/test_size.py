@@ -23,11 +23,11 @@ LINES = {
     "oneshot": (2479, 1440),
     "patterns": (1548, 690),
     "pruning": (1445, 960),
-    "removal": (1758, 1160),
+    "removal": (1754, 1160),
     "scores": (398, 350),
     "selection": (503, 520),
     "shards": (1175, 1030),
-    "training": (1583, 1030),
+    "training": (1568, 1030),
 }
 
 

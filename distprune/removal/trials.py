@@ -17,7 +17,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -142,7 +142,7 @@ def divide_budget(
     comm = communicator(group)
     how: dict[str, Any] = {"group": comm, "offload": offload, "batch_tokens": batch_tokens}
     order = partial(order_layers, model, samples, criterion=layer_criterion, **how)
-    trying = _Trying(comm, model, samples, choose, order)
+    trying = _Trying(comm, model, *_split(samples), choose, order)
     trials: list[Trial] = []
 
     def try_all(mixes: Sequence[Chosen], num_later: int) -> None:
@@ -206,55 +206,51 @@ def _split(samples: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
     return fitted, [whole, pieces] if num_pieces > 1 else [whole]
 
 
+@dataclass
 class _Trying:
-    """Measures what sizes cost; ``gone`` are the layers that went in trials so far, the first to go first.
+    """Measures what sizes cost, and in how many ``seconds``.
 
-    ``seconds``: how long each measurement took.
+    ``gone`` are the layers that went in trials so far, the first to go first; ``before`` the losses of the whole model.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        model: nn.Module,
-        samples: torch.Tensor,
-        choose: Callable[..., Removal],
-        order: Callable[..., list[int]],
-    ) -> None:
-        self._comm, self._model, self._choose, self._order = comm, model, choose, order
-        self._fitted, self._held_out = _split(samples)
-        self._num_layers = len(decoder_blocks(model))
-        self._before: list[float] = []  # the losses of the whole model
-        self.gone: list[int] = []
-        self.seconds: list[float] = []
+    comm: Communicator
+    model: nn.Module
+    fitted: torch.Tensor
+    held_out: Sequence[torch.Tensor]
+    choose: Callable[..., Removal]
+    order: Callable[..., list[int]]
+    gone: list[int] = field(default_factory=list)
+    before: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
 
     def measure(self, wanted: Chosen, known: Sequence[int]) -> tuple[float, list[int]]:
         """Return what ``wanted`` costs, and the layers that go, of which ``known`` are the first."""
         begun = time.perf_counter()
-        before = self._before or _losses(self._comm, self._model, self._held_out)
-        if not all(map(math.isfinite, before)):  # the same on every rank
-            raise ValueError(f"the loss before anything is removed is {before[0]}")
-        self._before = before
-        num_gone = self._num_layers - int(wanted.get("layers", self._num_layers))
-        gone = list(known) if num_gone <= len(known) else self._order(self._num_layers - num_gone, known=known)
-        after = self._losses_without(wanted, gone[:num_gone])
-        costs = [new - old if math.isfinite(new) else _MOST_COST for new, old in zip(after, before, strict=True)]
+        self.before = self.before or _losses(self.comm, self.model, self.held_out)
+        if not all(map(math.isfinite, self.before)):  # the same on every rank
+            raise ValueError(f"the loss before anything is removed is {self.before[0]}")
+        num_layers = len(decoder_blocks(self.model))
+        num_left = int(wanted.get("layers", num_layers))
+        gone = list(known) if num_layers - num_left <= len(known) else self.order(num_left, known=known)
+        after = self._losses_without(wanted, gone[: num_layers - num_left])
+        costs = [new - old if math.isfinite(new) else _MOST_COST for new, old in zip(after, self.before, strict=True)]
         self.seconds.append(time.perf_counter() - begun)
         return min(max(costs), _MOST_COST), gone
 
     def _losses_without(self, wanted: Chosen, gone: Sequence[int]) -> list[float]:
         """Return the losses of the model that is left, refitted; the model stays as it is."""
-        model = self._model
+        model = self.model
         keep: dict[Any, int | float] = {kind: size for kind, size in wanted.items() if kind != "layers"}
-        layers = [index for index in range(self._num_layers) if index not in gone]
-        with together(self._comm):
+        layers = [index for index in range(len(decoder_blocks(model))) if index not in gone]
+        with together(self.comm):
             reset_forward(model)
             asked = find_readers(model, decoder_blocks(model), keep, layers, heals=True).asked.values()
             readers = list({id(reader.linear.parameter): reader for reader in asked}.values())
             before = [shard.local.to("cpu", copy=True) for shard in _shards(readers)]
         try:
-            self._choose(self._fitted, keep, layers=layers)
+            self.choose(self.fitted, keep, layers=layers)
             with skipping(model, set(gone)):
-                return _losses(self._comm, model, self._held_out)
+                return _losses(self.comm, model, self.held_out)
         finally:  # all that choosing changes
             reset_forward(model)
             for shard, values in zip(_shards(readers), before, strict=True):

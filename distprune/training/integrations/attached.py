@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, final
+from typing import Any, TypedDict, Unpack, final
 
 from torch import nn
 
@@ -17,7 +17,7 @@ from distprune.training.regrowth import Counts, Regrow
 from distprune.training.schedules import Schedule
 from distprune.training.sparse_training import SparseTraining
 
-__all__ = ["Attached", "Options"]
+__all__ = ["Attached", "AttachedCallback", "Options"]
 
 
 _FOR_HOLDING = {"include", "exclude", "group"}
@@ -122,3 +122,22 @@ class Attached:
         """Turn every -0.0 into 0.0, and prune and hold nothing any more. Local."""
         if self.training is not None:
             self.training.finish()
+
+
+class AttachedCallback:
+    """What the callbacks of trainers share: their arguments, and what they begin."""
+
+    def __init__(
+        self,
+        schedule: Schedule | Mapping[str, Schedule] | None = None,
+        *,
+        log_parameters: bool = True,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__()
+        self._attached = Attached(schedule, options, by_parameter=log_parameters)
+
+    @property
+    def training(self) -> SparseTraining | Hold | None:
+        """What prunes and holds, or held, the model that was trained last."""
+        return self._attached.training

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Unpack, final
+from typing import Any, final
 
 from typing_extensions import override
 
 from distprune.checkpoint.optional_packages import import_extra
-from distprune.training.hold import Hold
-from distprune.training.integrations.attached import Attached, Options
-from distprune.training.schedules import Schedule
-from distprune.training.sparse_training import SparseTraining
+from distprune.training.integrations.attached import AttachedCallback
 
 __all__ = ["SparseTrainingCallback"]
 
@@ -19,7 +16,7 @@ Callback: Any = import_extra("lightning.pytorch", "lightning").Callback
 
 
 @final
-class SparseTrainingCallback(Callback):  # type: ignore[misc]
+class SparseTrainingCallback(AttachedCallback, Callback):  # type: ignore[misc]
     """Prune over time while a ``Trainer`` trains, and hold what is pruned.
 
     >>> from lightning.pytorch import Trainer
@@ -46,20 +43,7 @@ class SparseTrainingCallback(Callback):  # type: ignore[misc]
             nor a zero.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule | Mapping[str, Schedule] | None = None,
-        *,
-        log_parameters: bool = True,
-        **options: Unpack[Options],
-    ) -> None:
-        self._attached = Attached(schedule, options, by_parameter=log_parameters)
-        self._loaded: dict[str, Any] = {}  # a checkpoint's, until training begins
-
-    @property
-    def training(self) -> SparseTraining | Hold | None:
-        """What prunes and holds, or held, the model of the last ``fit``."""
-        return self._attached.training
+    _loaded: Mapping[str, Any] = {}  # a checkpoint's, until training begins
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Unpack, final
+from typing import Any, final
 
 from torch import nn
 from typing_extensions import override
 
 from distprune.checkpoint.optional_packages import import_extra
-from distprune.training.hold import Hold
-from distprune.training.integrations.attached import Attached, Options
+from distprune.training.integrations.attached import AttachedCallback
 from distprune.training.optimizers import Optimizers
-from distprune.training.schedules import Schedule
 from distprune.training.sparse_training import SparseTraining
 
 __all__ = ["SparseTrainingCallback"]
@@ -22,7 +19,7 @@ _NAME = "distprune.SparseTraining"  # in the state of a Trainer; the name of a c
 
 
 @final
-class SparseTrainingCallback(TrainerCallback):  # type: ignore[misc]
+class SparseTrainingCallback(AttachedCallback, TrainerCallback):  # type: ignore[misc]
     """Prune over time while a ``Trainer`` trains, and hold what is pruned.
 
     >>> from transformers import Trainer
@@ -52,20 +49,6 @@ class SparseTrainingCallback(TrainerCallback):  # type: ignore[misc]
         ValueError: as ``train()`` begins, or at a step: as :class:`distprune.SparseTraining`; there is neither a
             schedule nor a zero.
     """
-
-    def __init__(
-        self,
-        schedule: Schedule | Mapping[str, Schedule] | None = None,
-        *,
-        log_parameters: bool = True,
-        **options: Unpack[Options],
-    ) -> None:
-        self._attached = Attached(schedule, options, by_parameter=log_parameters)
-
-    @property
-    def training(self) -> SparseTraining | Hold | None:
-        """What prunes and holds, or held, the model of the last ``train()``."""
-        return self._attached.training
 
     def put_first(self, trainer: Any) -> None:
         """Put this callback before all others of ``trainer``, so that what it logs reaches TensorBoard and wandb.
