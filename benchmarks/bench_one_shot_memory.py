@@ -19,11 +19,9 @@ from benchmarks.measure import heading, on_ranks, peak_memory, shard, show, tabl
 from distprune import Unstructured
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.linear_layers import linear_layers
-from distprune.oneshot.memory_plan import plan_walk
-from distprune.oneshot.model_shape import shape_of
+from distprune.oneshot.estimate import estimate
 from distprune.oneshot.prune_blocks import prune_blocks
-from distprune.oneshot.recipe import OneShotMethod
-from distprune.oneshot.walk_costs import WalkRequest, speeds_of
+from distprune.oneshot.recipe import OneShotMethod, Recipe
 from distprune.removal.shrink_model import shrink_model
 
 SIZE, INNER, NUM_SAMPLES, LENGTH, VOCABULARY = 576, 1536, 16, 256, 4096  # a block of SmolLM2-135M
@@ -34,7 +32,7 @@ EXPLANATION = f"""
 MiB a rank: the peak of anonymous memory beyond the model's shard, from which the call begins. First with glibc
 told to return freed memory at once: what is in use. Then as it is: what has been freed stays with the
 process until it is 32 MiB larger than after the first block, because every page costs time to get anew.
-Beside them what the library plans ("shrink" has no plan), and sizes: the statistics of one block (float64), one
+Beside them what the library estimates ("shrink" has no plan), and sizes: the statistics of one block (float64), one
 block's weights whole (float32), the rank's share of one block's activations; the shard for comparison.
 On 2 ranks FSDP2 gathers the first block into a
 buffer and copies it out of it, to learn how blocks are called, so it is there twice for a moment. SparseGPT's
@@ -73,11 +71,14 @@ def run(_: int, num_ranks: int, method: str, num_blocks: int) -> dict[str, int]:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what building the model left behind would hide what pruning takes
     size = 4 * sum(parameter.numel() for parameter in model.parameters()) // num_ranks
-    shape = shape_of(model)
+    planned = 0
     with peak_memory() as peak:
         if method == "shrink":
             shrink_model(model, samples, mlp=0.75)
         else:
+            recipe = Recipe(method=cast(OneShotMethod, method), pattern=Unstructured(0.5)).resolved()
+            terms = estimate(model, recipe, NUM_SAMPLES, LENGTH, num_ranks)
+            planned = sum(terms.values()) - terms["shard of the weights"]
             prune_blocks(model, samples, method=cast(OneShotMethod, method), pattern=Unstructured(0.5))
     words = {
         "wanda": 0,
@@ -85,12 +86,9 @@ def run(_: int, num_ranks: int, method: str, num_blocks: int) -> dict[str, int]:
         "shrink": 3 * max(inputs) ** 2 + max(inputs) * min(inputs),
         "admm": max(inputs) ** 2 + max(inputs) * min(inputs),  # of the last layer: its inputs, and its targets
     }
-    is_admm = method == "admm"
-    options: dict[str, Any] = {"pairs": method != "wanda", "by_row": True, "by_layer": is_admm, "has_targets": is_admm}
-    request = WalkRequest(num_ranks, NUM_SAMPLES, LENGTH, method, **options, speeds=speeds_of(1))
     return {
         "peak": peak.num_bytes,
-        "planned": 0 if method == "shrink" else int(plan_walk(shape, request).beyond_weights),
+        "planned": planned,
         "statistics": 8 * words[method],
         "block": block,
         "activations": 4 * NUM_SAMPLES // num_ranks * LENGTH * SIZE,

@@ -94,3 +94,12 @@ def worst(
     highest = sorted(listed, key=lambda pair: -pair[0])[:_NUM_WORST]
     lines = [f"    {shown(of_one)}  {cut(text, _WIDTH - 20)}" for of_one, text in highest]
     return [f"  {what}:", *lines] if lines else []
+
+
+def gibibytes(num_bytes: float) -> str:
+    """Return ``num_bytes`` as text.
+
+    >>> gibibytes(3 << 28)
+    '0.75 GiB'
+    """
+    return f"{num_bytes / 2**30:.3g} GiB"

@@ -51,6 +51,7 @@ GRAMMAR: dict[str, Any] = {
     "group": None,
     "offload": False,
     "batch_tokens": None,
+    "expert_memory": 4 << 30,
     "progress": None,
 }
 # What deviates: the default, and why.

@@ -11,16 +11,16 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "distprune"
 # By folder, "." the files beside them: the most lines of code that it may have, and the goal.
 LINES = {
-    ".": (421, 320),
-    "calibration": (2099, 1350),
+    ".": (423, 320),
+    "calibration": (2056, 1350),
     "checkpoint": (1652, 1180),
-    "cli": (921, 410),
+    "cli": (896, 410),
     "collectives": (675, 640),
-    "jobs": (2968, 1280),
+    "jobs": (2858, 1280),
     "kernels": (814, 800),
     "masks": (489, 470),
     "models": (920, 690),
-    "oneshot": (2479, 1440),
+    "oneshot": (2095, 1440),
     "patterns": (1548, 690),
     "pruning": (1445, 960),
     "removal": (1754, 1160),

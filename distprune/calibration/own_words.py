@@ -173,18 +173,6 @@ def texts_of(num_windows: int, sequence_length: int) -> tuple[int, int]:
     return num_windows * num, -(-sequence_length // num)
 
 
-def writing_bytes(
-    model: nn.Module, num_texts: int, length: int, num_ranks: int, cache_memory: int = CACHE_MEMORY
-) -> int:
-    """Return what writing texts takes at most of each of ``num_ranks`` with different ones. Local.
-
-    That is keys, values and logits; where there are more ranks, also gathered weights. ``model`` may be on meta.
-    """
-    num_here = min(_batch_size(model, length, cache_memory), -(-num_texts // num_ranks))
-    weights = num_bytes(model) if num_ranks > 1 else 0
-    return num_here * _text_bytes(model, length) + (weights if weights <= cache_memory else 0)
-
-
 def _check(
     bare: nn.Module,
     samples: int,

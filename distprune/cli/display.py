@@ -12,8 +12,8 @@ from typing_extensions import override
 from distprune.checkpoint.inspect import InspectReport
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.cli.heartbeat import Heartbeat
-from distprune.cli.summary import inspection_lines, job_lines, sample_lines
-from distprune.cli.tables import show_inspection, show_job, show_plan
+from distprune.cli.summary import inspection_lines, job_lines, plan_lines, sample_lines
+from distprune.cli.tables import show_inspection, show_job
 from distprune.formatting import printable
 from distprune.jobs import JobReport, PlannedWalk, Sampled, Watcher, Work
 from distprune.jobs.figures import mean_error
@@ -125,7 +125,7 @@ class Display(Watcher):
     def plan(self, walk: PlannedWalk) -> None:
         """Print what a job would take of each rank."""
         if self._visible:
-            show_plan(walk)
+            _print(plan_lines(walk))
 
     def inspection(self, report: InspectReport) -> None:
         """Print how sparse a directory is."""

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import errno
-import re
-
-import torch
-
 from distprune.jobs import BareJob, FinetuneJob, PruneJob
 
-_SAID = re.compile(r"out of memory|can't allocate memory|Cannot allocate memory|not enough memory|bad_alloc")
 # What takes less once the weights are loaded, by the field of a job.
 _WAYS = {
     "offload": "--offload",
     "samples": "fewer --samples",
     "batch_size": "a smaller --batch-size",
     "sequence_length": "a smaller --sequence-length",
+    "expert_memory": "less --expert-memory of a mixture",
 }
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the system, or a device, had no more memory to give."""
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    has_said = isinstance(error, RuntimeError) and _SAID.search(str(error)) is not None
-    return has_said or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def memory_line(error: BaseException, stage: str, job: BareJob) -> str:
@@ -37,4 +24,5 @@ def memory_line(error: BaseException, stage: str, job: BareJob) -> str:
     if type(job) is PruneJob and not job.evaluate_on and not job.tasks:
         ways.append("--streamed, which does not load the model")
     said = (str(error).splitlines() or [repr(error)])[0]
+    said = ". ".join([said, *getattr(error, "__notes__", [])[:1]])  # an estimate; the other is of Python's ways out
     return f"out of memory while {stage}: {said}. Ways out: {', '.join([*ways, 'more ranks'])}"

@@ -9,8 +9,8 @@ from textwrap import wrap
 
 from distprune.checkpoint.hub import name_of_model
 from distprune.checkpoint.inspect import InspectReport
-from distprune.formatting import count, share, worst, zeros
-from distprune.jobs import JobReport, PrunedBlocks, Sampled, SmallerModel, Trained, Work
+from distprune.formatting import count, gibibytes, share, worst, zeros
+from distprune.jobs import JobReport, PlannedWalk, PrunedBlocks, Sampled, SmallerModel, Trained, Work
 from distprune.jobs.figures import evaluated, kinds_of_tensors, work_rows
 from distprune.jobs.run import REPORT_NAME
 
@@ -61,6 +61,14 @@ def sample_lines(sampled: Sampled, model: str) -> list[str]:
     ]
     words = ["prune", model, "--sparsity", "0.5", "--own-words-file", str(sampled.path), "--output", "pruned"]
     return [f"{Path(model).name}, own words written", *_laid_out(rows), *_command_row(words)]
+
+
+def plan_lines(walk: PlannedWalk) -> list[str]:
+    """Return how much memory a job would take of each rank."""
+    total = gibibytes(sum(walk.terms.values()))
+    rows = [f"  {gibibytes(num_bytes):>10}  {name}" for name, num_bytes in walk.terms.items()]
+    ranks = _ranks(walk.num_ranks)
+    return [f"{walk.model}, {walk.num_windows} windows on {ranks}: {total} of memory a rank", *rows]
 
 
 def inspection_lines(report: InspectReport) -> list[str]:

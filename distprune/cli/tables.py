@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from distprune.checkpoint.inspect import InspectReport
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.formatting import printable
-from distprune.jobs import JobReport, PlannedWalk, Trained, Walked, Work
+from distprune.jobs import JobReport, Trained, Walked, Work
 from distprune.jobs.figures import Kind, kinds_of, range_of, trial_rows
 from distprune.jobs.report import SmallerModel
-from distprune.oneshot.room import gibibytes
-from distprune.oneshot.walk_costs import PartCost
 from distprune.pruning.report import PruneReport
 
 _WIDTH_OF_FILES = 200  # characters
@@ -51,36 +49,8 @@ def show_inspection(report: InspectReport) -> None:
     console.print(table)
 
 
-def show_plan(walk: PlannedWalk) -> None:
-    """Print what a job would take of each rank."""
-    asked, most = walk.asked, walk.plan.most
-    columns = ("of a rank", "device MiB", "host MiB", "sent MiB", "arriving MiB", "seconds")
-    console, table = _console_and_table(f"{walk.model}: planned, nothing was run", columns)
-    for name, cost in walk.plan.parts.items():
-        _add(table, name, *_figures(cost))
-    table.add_section()
-    _add(table, "at most at a time; all traffic", *_figures(most))
-    console.print(table)
-    rows = [
-        ("ranks", f"{asked.num_ranks}, on {walk.where} each"),
-        ("samples", f"{asked.num_samples} of {asked.length} tokens"),
-        ("own words", f"{walk.num_written} windows, written in {gibibytes(walk.writing)} beside the weights"),
-        ("experts at a time", f"{gibibytes(asked.expert_memory)} of their sums"),
-        ("memory", "unknown" if walk.room is None else f"{gibibytes(walk.room)} on {walk.where}"),
-        ("fits", "unknown" if walk.room is None else "yes" if walk.fits else "no"),
-    ]
-    _show("", ("", ""), rows)
-
-
 def _or_none(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
-
-
-def _figures(cost: PartCost) -> Iterator[str]:
-    """Yield the figures of a plan's row: memory and traffic in MiB, seconds."""
-    *sizes, seconds = vars(cost).values()
-    yield from (f"{size / 2**20:,.0f}" if size >= 2**20 or not size else "< 1" for size in sizes)
-    yield f"{seconds:,.1f}"
 
 
 def _show_blocks(blocks: Sequence[Mapping[str, Any]]) -> None:

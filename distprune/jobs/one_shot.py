@@ -9,23 +9,21 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
+from distprune.calibration.statistics import EXPERT_MEMORY
 from distprune.collectives.agree import together
 from distprune.jobs.block_files import BlockFiles
 from distprune.jobs.calibrated import CalibratedJob, load_calibrated
 from distprune.jobs.files import open_files
-from distprune.jobs.fit_memory import fit_memory
-from distprune.jobs.options import METHOD, PruningJob, ask, asked
+from distprune.jobs.options import METHOD, RUNNING, PruningJob, ask, asked, parse_bytes
 from distprune.jobs.report import JobReport, PrunedBlocks
 from distprune.jobs.run import Device, Run, clock
 from distprune.jobs.watcher import Watcher
 from distprune.models.find_shards import count_parameters
 from distprune.oneshot.allocation import Allocation, allocate
-from distprune.oneshot.model_shape import shape_of
+from distprune.oneshot.estimate import as_line, estimate
 from distprune.oneshot.prune_blocks import prune_blocks
 from distprune.oneshot.recipe import BlockRefit, OneShotMethod, Permute, Recipe, Sequential
-from distprune.oneshot.walk_costs import DEVICE, WalkRequest, speeds_of
 from distprune.patterns.as_pattern import as_pattern
-from distprune.patterns.n_by_m import NByM
 
 
 @asked
@@ -57,6 +55,16 @@ class OneShotJob(PruningJob, CalibratedJob):
         panel=METHOD,
     )
 
+    expert_memory: int = ask(
+        "Of a mixture: memory for the sums of experts that a rank prunes at a time.",
+        default=EXPERT_MEMORY,
+        least=1,
+        parse=parse_bytes,
+        metavar="N[K|M|G|T]",
+        decides=False,
+        panel=RUNNING,
+    )
+
     @override
     def check_asked(self) -> None:
         super().check_asked()
@@ -74,24 +82,10 @@ class OneShotJob(PruningJob, CalibratedJob):
         own = {option.name: getattr(self, option.name) for option in fields(Recipe)}
         return Recipe(**own).resolved()
 
-    def of_walk(self, num_ranks: int, num_samples: int, *, on_device: bool) -> WalkRequest:
-        """Return what the walk's plan is asked for. Local."""
-        recipe, pattern = self.recipe(), as_pattern(self.pattern, self.sparsity)
-        return WalkRequest(
-            num_ranks,
-            num_samples,
-            self.sequence_length,
-            self.method,
-            pairs=recipe.updates_weights,
-            by_row=pattern.by_row().is_by_row,
-            by_layer=recipe.sequential == "layer",
-            has_targets=recipe.targets == "dense",
-            fits=recipe.refit == "block",
-            offload=self.offload,
-            speeds=DEVICE if on_device else speeds_of(torch.get_num_threads()),
-            tries=on_device,
-            permutes=pattern if isinstance(pattern, NByM) and recipe.permute == "channels" else None,
-        )
+    def memory(self, model: nn.Module, num_windows: int, num_ranks: int) -> dict[str, int]:
+        """Return the bytes that pruning ``model`` takes of each rank, see ``oneshot.estimate``. Local."""
+        windows = num_windows, self.sequence_length
+        return estimate(model, self.recipe(), *windows, num_ranks, self.batch_tokens, self.expert_memory)
 
     def allocation_or_default(self) -> Allocation:
         """Return how zeros are shared out among linear maps. Local.
@@ -122,14 +116,14 @@ def run_one_shot_job(
     after its last intact block: on as many ranks it ends with the same bytes, on another number with the same weights
     but for rounding. If nothing was recorded, ``resume`` starts at the beginning and says so: the same call serves for
     every start. The dense model's outputs of finished blocks are computed again, one forward a block; they are not
-    stored. Before the walk its memory is planned, see ``fit_memory``.
+    stored. Before the walk it says how much memory that takes, see ``oneshot.estimate``.
 
     Every rank of ``group`` (default: the default group, or this process alone) must call it, with the same
     job; several ranks hold the model sharded by FSDP2. Communicates what the functions it calls do.
 
     Raises:
         ValueError, TypeError, NotImplementedError, OSError, ImportError: on every rank: a mistake in the job,
-            the model or the text, or a walk that does not fit in memory; the message says which.
+            the model or the text; the message says which.
         FileExistsError: on every rank: an unfinished job is there without ``resume``, or with it a finished one.
     """
     run = Run(job, group, device, watcher)
@@ -137,9 +131,7 @@ def run_one_shot_job(
         calibrated = load_calibrated(run, job)
         model, counts = calibrated.model, calibrated.windows.counts
         with together(run.comm):
-            asked = job.of_walk(run.comm.size, counts.total, on_device=run.device.type != "cpu")
-            shape = shape_of(model)
-        expert_memory = fit_memory(run, shape, asked)
+            run.reporter.say(as_line(job.memory(model, counts.total, run.comm.size)))
         with open_files(run, job) as files:
             samples = calibrated.samples(run, job, files)
             blocks = BlockFiles(run, files, model, files.result)
@@ -163,7 +155,7 @@ def run_one_shot_job(
                     permute=job.permute,
                     offload=job.offload,
                     batch_tokens=job.batch_tokens,
-                    expert_memory=expert_memory,
+                    expert_memory=job.expert_memory,
                     finished=blocks.finished,
                     on_block=blocks.on_block,
                 )

@@ -18,7 +18,6 @@ from distprune.calibration.data import check_fit, load_samples, token_digest
 from distprune.calibration.own_words import SELF, own_words, texts_of
 from distprune.collectives.agree import agree, together
 from distprune.jobs.files import JobFiles
-from distprune.jobs.fit_memory import fit_writing
 from distprune.jobs.run import Run, clock
 from distprune.jobs.words_file import about_tokenizer, read_words, write_words
 
@@ -165,7 +164,7 @@ def write_own_words(
 ) -> torch.Tensor:
     """Have ``model`` write: what continues each of ``prompts``, and ``num_own`` windows of texts from one token each.
 
-    Every rank must call it: as :func:`fit_writing` and :func:`own_words`, which raise.
+    Every rank must call it: as :func:`own_words`, which raises.
     """
     # What windows begin with, how many, a seed, and their texts: how many, and of how many tokens.
     kinds: list[tuple[torch.Tensor | None, int, int, tuple[int, int]]] = []
@@ -174,7 +173,6 @@ def write_own_words(
     if num_own:
         kinds.append((None, num_own, seed, texts_of(num_own, length)))
     to_write = [texts * (of_text - (1 if given is None else given.shape[1])) for given, *_, (texts, of_text) in kinds]
-    fit_writing(run.comm, model, [texts for *_, texts in kinds], run.device)
     parts, done = list[torch.Tensor](), 0
     with clock(run.seconds, "write words"), run.reporter.stage("writing own words", "tokens") as progress:
         for (given, num, own_seed, _), tokens in zip(kinds, to_write, strict=True):

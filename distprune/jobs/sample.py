@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from distprune.calibration.own_words import TOP_K, own_words, texts_of
+from distprune.calibration.own_words import TOP_K, own_words
 from distprune.checkpoint.hf_load import load_model, mesh_of
 from distprune.checkpoint.hub import name_of_model, resolve_model
 from distprune.checkpoint.outputs import writing
@@ -20,7 +20,6 @@ from distprune.checkpoint.replaceable import check_file
 from distprune.checkpoint.shared_reading import open_together
 from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import communicator
-from distprune.jobs.fit_memory import fit_writing
 from distprune.jobs.options import DTYPES, FILES, MOST, WINDOWS, BareJob, ask, asked
 from distprune.jobs.run import Device
 from distprune.jobs.watcher import Reporter, Watcher
@@ -99,7 +98,6 @@ def run_sample_job(
             mesh = mesh_of(group, comm.size, device)
         with reporter.stage("loading", "bytes") as progress:
             model = load_model(directory, mesh=mesh, dtype=job.dtype, device=device, group=comm, progress=progress)
-        fit_writing(comm, model, [texts_of(job.samples, job.sequence_length)], device)
         started = time.perf_counter()
         with reporter.stage("writing own words", "tokens") as progress:
             words = own_words(

@@ -209,10 +209,7 @@ class _BlockPruner:
         """Prune the block stage by stage, and advance the walk behind it, if another block follows."""
         walk, index = self.walk, begun.index
         for stage in begun.order.stages:
-            with begun.clock("forward"):
-                statistics = self._run(begun, stage)
-            for moments in self._reduced(statistics, begun):
-                self._prune_layers(begun, moments)
+            self._prune_stage(begun, stage)
         begun.targets = None
         fit, advances = None, self._next(index) < len(walk.blocks)
         if self.options.fits:
@@ -222,6 +219,13 @@ class _BlockPruner:
             with begun.clock("forward"):
                 walk.advance(index, self.comm)
         return self._report(begun, fit)
+
+    def _prune_stage(self, begun: _Begun, stage: Sequence[str]) -> None:
+        with begun.clock("forward"):
+            statistics = self._run(begun, stage)
+        for moments in self._reduced(statistics, begun):
+            self._prune_layers(begun, moments)
+            del moments  # before the next wave is made
 
     def _prune_layers(self, begun: _Begun, moments: list[Moments]) -> None:
         """Prune the layers that ``moments`` are of, but for those that no token reached."""
@@ -288,6 +292,7 @@ class _BlockPruner:
             if moments is None:
                 return
             yield moments
+            del moments
 
     @contextmanager
     def _naming(self, index: int) -> Iterator[None]:

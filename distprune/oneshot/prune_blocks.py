@@ -20,10 +20,10 @@ from distprune.models.decoder_blocks import other_blocks
 from distprune.models.find_shards import Found, count_parameters
 from distprune.oneshot.block import Finished, OnBlock, run_blocks
 from distprune.oneshot.driver import prune_rows
+from distprune.oneshot.estimate import estimate, explaining_memory
 from distprune.oneshot.plan import make_plan
 from distprune.oneshot.recipe import BlockRefit, OneShotMethod, Permute, Recipe, Sequential, TargetsOf
 from distprune.oneshot.report import Meter, OneShotReport
-from distprune.oneshot.room import check_room
 from distprune.oneshot.scored import Scored
 from distprune.oneshot.solver import Solver
 from distprune.patterns.base import Pattern
@@ -116,31 +116,32 @@ def prune_blocks(
             agreed.score = plan.solver.score
     shards = agreed.shards()
 
-    def look_at() -> list[LocalShard]:
-        check_room(model, plan, comm.size, offload=offload)
-        return without_nans(shards)
+    def terms() -> dict[str, int]:
+        num_windows, length = plan.samples.shape
+        return estimate(model, recipe.resolved(), num_windows, length, comm.size, batch_tokens, expert_memory)
 
-    check_parts(comm, agreed.roster, look_at)
+    check_parts(comm, agreed.roster, lambda: without_nans(shards))
     solver = replace(plan.solver, score=agreed.score) if isinstance(plan.solver, Scored) else plan.solver
-    return run_blocks(
-        meter,
-        find_sample_group(comm, plan.axis),
-        model,
-        plan.samples,
-        plan.options,
-        plan.linears,
-        shards,
-        partial(prune_rows, solver=solver, pattern=plan.pattern),
-        offload=offload,
-        batch_tokens=batch_tokens,
-        finished=finished,
-        on_block=on_block,
-        num_parameters=agreed.num_parameters,
-        method=plan.facts["method"],
-        pattern=plan.facts["pattern"],
-        seed=agreed.score.seed if isinstance(agreed.score, Random) else None,
-        other_blocks=tuple(other_blocks(model)),
-    )
+    with explaining_memory(terms):
+        return run_blocks(
+            meter,
+            find_sample_group(comm, plan.axis),
+            model,
+            plan.samples,
+            plan.options,
+            plan.linears,
+            shards,
+            partial(prune_rows, solver=solver, pattern=plan.pattern),
+            offload=offload,
+            batch_tokens=batch_tokens,
+            finished=finished,
+            on_block=on_block,
+            num_parameters=agreed.num_parameters,
+            method=plan.facts["method"],
+            pattern=plan.facts["pattern"],
+            seed=agreed.score.seed if isinstance(agreed.score, Random) else None,
+            other_blocks=tuple(other_blocks(model)),
+        )
 
 
 def without_nans(shards: list[LocalShard]) -> list[LocalShard]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -165,11 +164,8 @@ def test_a_model_is_not_written_over_by_what_it_says(model: Path) -> None:
     assert json.loads(before)["model_type"] == "llama"
 
 
-def test_more_windows_than_there_is_room_for(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_windows_than_there_is_room_for(model: Path, tmp_path: Path) -> None:
     job = SampleJob(model=str(model), output=str(tmp_path / "words"), samples=1 << 30, sequence_length=1 << 20)
     with pytest.raises(OSError, match=r"takes 4,503,599,627,370,496 bytes, and its disk has [\d,]+ free"):
         run_sample_job(job)
-    monkeypatch.setattr("distprune.jobs.fit_memory.available_bytes", lambda _: 1 << 20)
-    with pytest.raises(ValueError, match=r"writing own words takes .* that are free on cpu"):
-        run_sample_job(replace(job, samples=1 << 20, sequence_length=4))
     assert not list(tmp_path.iterdir())

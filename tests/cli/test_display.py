@@ -226,18 +226,11 @@ def test_a_plan_runs_nothing(
     line += ["--calibration", str(text_file)]
     before = sorted(model_folder.iterdir())
     for more, told in (
-        (["--samples", "all", "--sequence-length", "32"], ["ranks │ 1, on the host each", "fits │ yes"]),
-        (["--samples", "5", "--sequence-length", "32"], ["own words │ 96 windows, written in "]),
-        (
-            ["--ranks", "64", "--device-memory", "80G"],
-            ["ranks │ 64, on a device each", "80 GiB on a device", "fits │ yes"],
-        ),
-        (["--ranks", "64", "--device-memory", "1K"], ["fits │ no"]),
+        (["--samples", "all", "--sequence-length", "32", "--own-words", "0"], " windows on 1 rank: "),
+        (["--samples", "5", "--sequence-length", "32", "--ranks", "64"], ", 101 windows on 64 ranks: "),
     ):
         assert end(monkeypatch, *line, "--plan", *more) == 0
-        shown = re.sub(" +", " ", capsys.readouterr().out)
-        assert "planned, nothing was run" in shown
-        assert "│ sums │" in shown
-        assert all(text in shown for text in told), (told, shown)
+        shown = capsys.readouterr().out
+        assert all(text in shown for text in (told, "shard of the weights", "gathered block", "sums, factors and fit"))
     assert not any(tmp_path.iterdir())
     assert sorted(model_folder.iterdir()) == before

@@ -137,8 +137,8 @@ def test_every_option_arrives() -> None:
         resume=True,
     )
     assert asked(f"prune {line}{one_shot} --resume") == calibrated
-    planned = asked(f"prune {line}{one_shot} --resume --plan --ranks 64 --device-memory 79.5G")
-    assert planned == PlanJob(**vars(calibrated), ranks=64, device_memory=159 << 29)
+    planned = asked(f"prune {line}{one_shot} --resume --plan --ranks 64")
+    assert planned == PlanJob(**vars(calibrated), ranks=64)
     everything = f"prune {line}{one_shot.replace('--samples 3', '--samples all')} --resume"
     assert asked(everything) == dataclasses.replace(calibrated, samples=None)
     training = (
@@ -189,7 +189,7 @@ WRONG = {
     "prune m --output o --sparsity 0.3 --calibration t": """
         --allocation owl | --scope tensor | --streamed | --target-share 7 | --target-share 0.3 --targets own |
         --target-share 0.3 --method wanda | --no-sync-files | --ranks 8 | --plan --ranks 0 |
-        --plan --device-memory 80X | --plan --streamed | --own-words 0 --own-words-file w
+        --expert-memory 80X | --plan --streamed | --own-words 0 --own-words-file w
     """,
     "prune m --output o --sparsity 0.3": """
         --scope row | --pattern 2:4 | --resume | --allocation uniform | --streamed --device cuda |
