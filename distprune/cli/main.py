@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import io
 import json
 import os
 import re
@@ -163,45 +162,33 @@ def run() -> NoReturn:
     open_standard_streams()
     faulthandler.enable(2)
     ignore_write_errors("stderr")
-    rank, shown = likely_rank(os.environ), io.StringIO()
-    with contextlib.ExitStack() as stack:
-        if rank > 0:
-            stack.enter_context(contextlib.redirect_stdout(shown))
-            stack.enter_context(contextlib.redirect_stderr(shown))
-        asked = _parse()
-    if isinstance(asked, JobCommand):
-        ignore_write_errors("stdout")
-        end(_work(asked))
-    if rank > 0 and asked:
-        _speak_last(shown.getvalue())
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-    end(asked)
-
-
-def _speak_last(text: str) -> None:
-    """Leave it to the first rank, which says the same, unless nobody has ended this one after that."""
-    time.sleep(_GRACE)
-    sys.stderr.write(f"rank {likely_rank(os.environ)}: {text}")
-
-
-def _parse() -> JobCommand | int:
-    """Return what the command line asks for; if that is nothing to be run on ranks, the exit code."""
     asked: list[JobCommand] = []
-    code = 1
     command: Any = typer.main.get_command(app)
+    code, text = 1, ""
     try:
         os.environ.update(torch_variables(os.environ))
         left = command.main(prog_name="distprune", obj=asked.append, standalone_mode=False)
         code = left if isinstance(left, int) else 0
     except UsageError as error:
-        sys.stderr.write(usage_text(error))
-        code = error.exit_code
-    except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else 1
+        code, text = error.exit_code, usage_text(error)
     except Exception as error:
-        sys.stderr.write(_text(error))
-    return asked[0] if asked else code
+        text = _text(error)
+    if asked:
+        ignore_write_errors("stdout")
+        end(_work(asked[0]))
+    _say(text, is_known=True)
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    end(code)
+
+
+def _say(text: str, *, is_known: bool) -> None:
+    """Write an error. What all ranks know the first one says, and another only if nobody has ended it after that."""
+    rank = likely_rank(os.environ)
+    if text and is_known and rank > 0:
+        time.sleep(_GRACE)
+        text = f"rank {rank}: {text}"
+    sys.stderr.write(text)
 
 
 def _work(start: JobCommand) -> int:
@@ -219,14 +206,10 @@ def _work(start: JobCommand) -> int:
         return signalled if isinstance(signalled, int) and signalled else 1
     except BaseException as caught:
         error = as_told(caught)
-        # What all ranks know the first one says for them.
         is_known = _has_lost_ranks(error) or ((is_expected(error) or was_told(error)) and not cannot_meet(error))
         text = _text(error, start.job, "starting" if display is None else display.stage)
         tell_torchrun(text)
-        if likely_rank(os.environ) == 0 or not is_known:
-            sys.stderr.write(text)
-        else:
-            _speak_last(text)
+        _say(text, is_known=is_known)
         return 1
     with contextlib.suppress(Exception):
         if isinstance(report, jobs.PlannedWalk):

@@ -128,7 +128,7 @@ def test_torchrun_ends_all_and_nothing_is_left(tmp_path: Path, model_folder: Pat
     ("more", "said"),
     [
         (["--seed", "9"], "error: ranks were called with different arguments: --seed: 0 on rank 0; 9 on rank 1"),
-        (["--loud"], "rank 1: error: prune takes no --loud"),
+        (["--loud"], "rank 1: error: No such option: --loud"),
     ],
 )
 def test_mpiexec_ends_all_when_one_fails(
