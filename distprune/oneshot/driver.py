@@ -22,10 +22,10 @@ from distprune.collectives.communicator import Alone
 from distprune.collectives.guarded import guarding
 from distprune.collectives.roster import Member, roster_of_one
 from distprune.collectives.tensors import broadcast_tensor
-from distprune.oneshot.outcome import Figures, Outcome, outcomes_of, sum_outcomes
+from distprune.oneshot.outcome import NUM_FIGURES, Outcome, sum_outcomes
 from distprune.oneshot.retarget import Aim, retarget, way_to_target
 from distprune.oneshot.rows import Rows
-from distprune.oneshot.solver import COMPUTED, Figure, Solved, Solver, as_keys
+from distprune.oneshot.solver import COMPUTED, Solved, Solver, as_keys
 from distprune.patterns.base import Pattern, Ranked
 from distprune.scores.base import Score, local_scores
 from distprune.shards.device import are_finite, own_settings
@@ -56,7 +56,7 @@ def prune_rows(
         ValueError: on every rank: scores are NaN, or new weights are not finite.
         Exception: on every rank: what the solver raised on one. Rows may have been changed.
     """
-    figures: dict[str, Figures] = {}
+    figures: dict[str, torch.Tensor] = {}
     with guarding(comm) as ranks:
         holders = _lone_holders(ranks, rows)
         inputs = [_Input(ranks, solver, m, {name: rows[name] for name in m.names}, holders) for m in moments]
@@ -79,7 +79,7 @@ def prune_rows(
             with clock("sweep"):
                 figures |= one.solve(pattern)
         with clock("sweep"):  # or wait for those that still do
-            return sum_outcomes(ranks, list(rows), lambda: outcomes_of(figures))
+            return sum_outcomes(ranks, rows, figures)
 
 
 def _lone_holders(comm: Communicator, rows: Mapping[str, Rows]) -> dict[str, int]:
@@ -106,7 +106,7 @@ class _Input:
         holders: Mapping[str, int],
     ) -> None:
         self.moments, self.rows, self.is_owner = moments, rows, moments.owner == comm.rank
-        self._solver, self._num_nans = solver, dict[str, list[Figure]]()
+        self._solver, self._num_nans = solver, dict[str, list[torch.Tensor]]()
         is_alone = all(holders.get(name) == moments.owner for name in rows)
         self._comm = Alone() if is_alone else comm
         self._is_done_here = self.is_owner or not is_alone
@@ -152,7 +152,7 @@ class _Input:
         prepared = dict(self.sent({**products, **self.moments.prepared}))
         self.moments = dataclasses.replace(self.moments, products=prepared.pop(_PRODUCTS, None), prepared=prepared)
 
-    def solve(self, pattern: Pattern) -> dict[str, Figures]:
+    def solve(self, pattern: Pattern) -> dict[str, torch.Tensor]:
         """Solve the rows, and return what became of them."""
         if not self._is_done_here:
             return {}
@@ -161,19 +161,20 @@ class _Input:
         solved = self._solver.solve(self.rows, self.moments, pattern, self._choose)
         return {name: self._figures(name, of_layer, before.pop(name)) for name, of_layer in solved.items()}
 
-    def _figures(self, name: str, solved: Solved, before: torch.Tensor) -> Figures:
+    def _figures(self, name: str, solved: Solved, before: torch.Tensor) -> torch.Tensor:
+        """Return what ``sum_outcomes`` adds up of this rank's rows of a layer; replicas and factors count once."""
         rows, weight = self.rows[name], self.rows[name].weight
-        output = self.moments.squared_output(before)
-        return Figures(
-            rows,
-            output,
-            weight.numel() - torch.count_nonzero(solved.keep),
-            weight.numel() - torch.count_nonzero(weight),
-            self.moments.squared_output(before.float().sub_(weight)) if solved.error is None else solved.error,
-            solved.damping if self.is_owner else 0.0,
-            are_finite(weight),
-            self._num_nans[name],
-        )
+        found = torch.zeros(NUM_FIGURES, dtype=torch.float64, device=weight.device)
+        if rows.owned:
+            error, output = solved.error, self.moments.squared_output(before)
+            error = self.moments.squared_output(before.float().sub_(weight)) if error is None else error
+            num_pruned, num_zeros = (weight.numel() - torch.count_nonzero(of) for of in (solved.keep, weight))
+            numbers = sum(self._num_nans[name]), ~are_finite(weight), num_pruned, num_zeros, error, output
+            for i, number in enumerate(numbers):
+                found[i] = number
+        if self.is_owner:
+            found[-1] = solved.damping
+        return found
 
     def _choose(
         self, values: Mapping[str, torch.Tensor], pattern: Pattern, score: Score = COMPUTED
