@@ -60,7 +60,7 @@ _READS |= {"t", "tolist", "unbind", "view", "diagonal", "is_inference", "_set_gr
 # They work on what all ranks hold alike, sums over ranks of 1 MiB at most and dtypes, and say which round comes next,
 # so they cannot stand inside one. What one rank cannot do there, none can.
 _AGREED = {
-    "oneshot/allocation.py": ("fill_budget", "whole_rows_of"),
+    "oneshot/allocation.py": ("below_one_threshold", "whole_rows_of"),
     "selection/radix.py": ("select_lowest", "_narrowed", "_check", "_thresholds", "_LocalElements.__init__"),
     "selection/order.py": ("Order.last", "Order.values"),
 }

@@ -2,50 +2,45 @@
 
 Zeroing weight W_ij changes output i by W_ij x_j, which the loss feels as r_i W_ij^2 H_jj to second order: r_i is the
 sum over tokens of the squared gradient of output i, H_jj that of the squares of input j. Weights of all layers compete
-by that, and how many of each layer fall below the one threshold is its share. Which of them go is not decided here: a
-solver chooses within each row.
+by that, and how many of each layer fall below the one threshold is its share, to within what a histogram of their
+logarithms tells. Which of them go is not decided here: a solver chooses within each row.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal, final
+from typing import Literal
 
 import torch
 from torch import nn
-from typing_extensions import override
 
 from distprune.calibration.data import tokens_together
 from distprune.calibration.own_words import samples_of
 from distprune.calibration.sample_group import find_sample_group
 from distprune.calibration.sensitivity import Sensitivity, measure_sensitivities
 from distprune.calibration.token_ids import TokenIds
-from distprune.collectives.agree import sum_together, together
+from distprune.collectives.agree import max_together, sum_together, together
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Group, communicator
-from distprune.collectives.roster import Member, roster_of_one
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.find_shards import Found
 from distprune.models.linear_layers import LinearLayer, expert_place
 from distprune.oneshot.plan import make_plan
 from distprune.oneshot.recipe import Recipe
-from distprune.patterns.base import Ranked
 from distprune.patterns.census import check_parts
-from distprune.patterns.unstructured import Unstructured
 from distprune.patterns.within_rows import PerRow
 from distprune.pruning.agreement import agreeing
-from distprune.scores.base import Elements, LocalScores, Score
-from distprune.shards.device import fetched
+from distprune.shards.device import fetched, on_host, own_settings, row_chunks, sent
 from distprune.shards.geometry import Geometry
 from distprune.shards.local_shard import LocalShard
 from distprune.shards.matrix import LocalMatrix, Matrix
 
 Allocation = Literal["uniform", "gradients"]
 Bounds = tuple[int, int]  # the least and the most
+_NUM_BINS, _NUM_OCTAVES = 2048, 64  # of scores: those further below the highest are alike
+_NUM_HALVINGS = 40
 
 
 def allocate(
@@ -77,10 +72,9 @@ def allocate(
 
     Every rank of ``group`` must call it, with equal arguments; all come to the same shares, and N ranks to those of
     one but for rounding. The model is left as it was. In memory beyond its shards: the hidden states of one batch
-    between blocks, the activations of one block, which a backward pass needs, and one byte a local weight. Rounds: 6
-    (4 more where ranks hold different parameters), 1 for each block of 8 bytes for each input and output of its layers,
-    and a choice by :class:`distprune.Unstructured` over all layers, with 1 round of 8 bytes a layer, until no share is
-    out of bounds: 3 or 4 times as a rule.
+    between blocks, the activations of one block, which a backward pass needs, and 8 KiB a layer. Rounds: 7 (4 more
+    where ranks hold different parameters), and 2 for each block, of 8 bytes for each input and output of its layers,
+    and of 16 KiB for each of these.
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank: what ``prune_blocks`` refuses; a budget that no
@@ -109,24 +103,28 @@ def allocate(
     )
     with together(comm):
         by_parameter = {shard.name: shard for shard in shards}
-        layers: dict[str, _Layer] = {}
+        blocks: list[list[_Layer]] = []
         for (prefix, _), of_block in zip(decoder_blocks(model), plan.linears, strict=True):
-            for linear in of_block.linears.values():
-                name, own = f"{prefix}.{linear.name}", by_parameter[f"{prefix}.{linear.parameter_path}"]
-                layers[name] = _Layer(name, linear, own, found[name])
-        num_out = {name: of.linear.num_out for name, of in layers.items()}
-        bounds = {
-            name: _bounds(of.linear.num_in, sparsity, max_difference if of.found.inputs.any() else 0.0)
-            for name, of in layers.items()
-        }
-        budget = round(sparsity * sum(of.linear.num_in * of.linear.num_out for of in layers.values()))
-    counts = fill_budget(
-        {name: (low * num_out[name], high * num_out[name]) for name, (low, high) in bounds.items()},
+            names = {f"{prefix}.{of.name}": of for of in of_block.linears.values()}
+            blocks.append(
+                [
+                    _Layer(name, by_parameter[f"{prefix}.{of.parameter_path}"], of, found[name])
+                    for name, of in names.items()
+                ]
+            )
+    layers = [layer for of_block in blocks for layer in of_block]
+    num_out = [layer.linear.num_out for layer in layers]
+    bounds = [
+        _bounds(layer.linear.num_in, sparsity, max_difference if layer.found.inputs.any() else 0.0) for layer in layers
+    ]
+    budget = round(sparsity * sum(layer.linear.num_out * layer.linear.num_in for layer in layers))
+    counts = below_one_threshold(
+        _histograms(comm, blocks),
+        [(low * rows, high * rows) for (low, high), rows in zip(bounds, num_out, strict=True)],
         budget,
-        partial(_num_lowest, comm, layers),
     )
-    rows = whole_rows_of(counts, num_out, bounds, budget)
-    return {name: num / layers[name].linear.num_in for name, num in rows.items()}
+    pruned = whole_rows_of(counts, num_out, bounds, budget)
+    return {layer.name: num / layer.linear.num_in for layer, num in zip(layers, pruned, strict=True)}
 
 
 def _bounds(num_in: int, sparsity: float, max_difference: float) -> Bounds:
@@ -137,52 +135,53 @@ def _bounds(num_in: int, sparsity: float, max_difference: float) -> Bounds:
     return max(0, min(least, uniform)), min(num_in, max(most, uniform))
 
 
-def fill_budget(
-    bounds: Mapping[str, Bounds], budget: int, choose: Callable[[Sequence[str], int], Mapping[str, int]]
-) -> dict[str, int]:
-    """Return a number for each name, within ``bounds``, ``budget`` over all: those of one threshold, but for bounds.
+def below_one_threshold(histograms: torch.Tensor, bounds: Sequence[Bounds], budget: int) -> list[float]:
+    """Return how many weights of each layer go, within ``bounds``, ``budget`` over all: those below one threshold.
 
-    ``choose`` returns how many of each of some names are among the lowest so many of theirs.
+    ``histograms`` (layers, bins) count weights by their scores, alike in all layers; within a bin they lie evenly.
 
     Raises:
         ValueError: no numbers within bounds add up to ``budget``.
     """
-    least, most = (sum(pair[i] for pair in bounds.values()) for i in (0, 1))
-    if not least <= budget <= most:
+    least, most = torch.tensor(bounds, dtype=torch.float64, device="cpu").t()
+    if not least.sum() <= budget <= most.sum():
         raise ValueError(
-            f"no shares meet the budget: {budget} weights are to be pruned, and the bounds allow {least} to {most}; "
-            "change the sparsity, or raise max_difference"
+            f"no shares meet the budget: {budget} weights are to be pruned, and the bounds allow {int(least.sum())} to "
+            f"{int(most.sum())}; change the sparsity, or raise max_difference"
         )
-    fixed = {name: low for name, (low, high) in bounds.items() if low == high}
-    while free := [name for name in bounds if name not in fixed]:
-        left = budget - sum(fixed.values())
-        counts = choose(free, left)
-        within = {name: min(max(counts[name], bounds[name][0]), bounds[name][1]) for name in free}
-        excess = sum(within.values()) - left
-        # With fewer than are wanted the threshold will rise: what is at its most stays there. Or the other way round.
-        fixed |= {name: num for name, num in within.items() if not excess or (counts[name] - num) * excess < 0}
-    return {name: fixed[name] for name in bounds}
+    below = torch.nn.functional.pad(histograms.double().cumsum(dim=1), (1, 0))
+    last = histograms.shape[1] - 1
+
+    def counts(threshold: float) -> torch.Tensor:
+        place = min(int(threshold), last)
+        return torch.lerp(below[:, place], below[:, place + 1], threshold - place).clamp(least, most)
+
+    low, high = 0.0, last + 1.0
+    for _ in range(_NUM_HALVINGS):
+        threshold = (low + high) / 2
+        low, high = (threshold, high) if counts(threshold).sum() < budget else (low, threshold)
+    found: list[float] = counts(high).tolist()
+    return found
 
 
-def whole_rows_of(
-    counts: Mapping[str, int], num_out: Mapping[str, int], bounds: Mapping[str, Bounds], budget: int
-) -> dict[str, int]:
+def whole_rows_of(counts: Sequence[float], num_out: Sequence[int], bounds: Sequence[Bounds], budget: int) -> list[int]:
     """Return how many weights go of each row of each layer, ``counts`` weights of the layer before rounding.
 
     They are rounded down or up, up where the most was lost, so that ``budget`` is met but for half the rows of a layer.
     """
-    rows = {name: count // num_out[name] for name, count in counts.items()}
-    left = budget - sum(rows[name] * num_out[name] for name in rows)
-    up = sorted((name for name in rows if rows[name] < bounds[name][1]), key=lambda n: -(counts[n] / num_out[n] % 1))
-    for name in list(up):
-        if num_out[name] <= left:
-            up.remove(name)
-            rows[name] += 1
-            left -= num_out[name]
+    exact = [round(count / rows, 6) for count, rows in zip(counts, num_out, strict=True)]
+    found = [math.floor(count) for count in exact]
+    left = budget - sum(count * rows for count, rows in zip(found, num_out, strict=True))
+    up = sorted((i for i, (_, most) in enumerate(bounds) if found[i] < most), key=lambda i: -(exact[i] % 1))
+    for i in list(up):
+        if num_out[i] <= left:
+            up.remove(i)
+            found[i] += 1
+            left -= num_out[i]
     smallest = min(up, key=num_out.__getitem__, default=None)
     if smallest is not None and 2 * left > num_out[smallest]:
-        rows[smallest] += 1
-    return rows
+        found[smallest] += 1
+    return found
 
 
 @dataclass(frozen=True)
@@ -190,56 +189,63 @@ class _Layer:
     """A linear layer, the part of its parameter on this rank, and what the backward pass found."""
 
     name: str
-    linear: LinearLayer
     parameter: LocalShard
+    linear: LinearLayer
     found: Sensitivity
 
-    def member(self) -> Member:
-        return Member(self.name, (self.linear.num_out, self.linear.num_in), str(self.parameter.local.dtype))
-
-    def scores(self) -> LocalScores:
-        """Return the scores of this rank's part; evidence is expanded, not copied."""
+    def factors(self) -> list[torch.Tensor]:
+        """Return this rank's weights, and the roots of r_i and H_jj beside each, which are expanded."""
         linear, geometry, local = self.linear, self.parameter.geometry, self.parameter.local
         if linear.expert is not None:
             experts, *dim_runs = geometry.dim_runs
             place, shape = expert_place(experts, linear.expert), geometry.global_shape[1:]
             geometry = Geometry.nothing(shape) if place is None else Geometry(shape, tuple(dim_runs))
             local = local.new_empty(geometry.local_shape) if place is None else local[place]
-        matrix = Matrix(linear.num_out, linear.num_in, linear.transposed)
-        shard = dataclasses.replace(
-            self.parameter, name=self.name, local=local, geometry=geometry, matrix=matrix, tensor=None
-        )
-        held = LocalMatrix.of(geometry, matrix)
+        held = LocalMatrix.of(geometry, Matrix(linear.num_out, linear.num_in, linear.transposed))
         assert held is not None  # DTensors cut dims, never within a row
-        outputs = self.found.outputs.sqrt()[torch.from_numpy(held.rows)].to(local.device)
-        inputs = self.found.inputs.sqrt()[torch.from_numpy(held.columns)].to(local.device)
+        outputs = sent(self.found.outputs.sqrt()[torch.from_numpy(held.rows)], local.device)
+        inputs = sent(self.found.inputs.sqrt()[torch.from_numpy(held.columns)], local.device)
         output, given = (outputs, inputs[:, None]) if linear.transposed else (outputs[:, None], inputs)
-        return LocalScores(shard, _COST, {"output": output.expand_as(local), "input": given.expand_as(local)})
+        return [local, output.expand_as(local), given.expand_as(local)]
+
+    def histogram(self, highest: float) -> torch.Tensor:
+        """Return how many of this rank's weights have which score: by its logarithm, ``highest`` at most, (bins,)."""
+        device = self.parameter.local.device
+        counts = torch.zeros(_NUM_BINS, dtype=torch.int64, device=device)
+        for weights, outputs, inputs in row_chunks(*self.factors()) if self.parameter.owned else ():
+            scores = (weights.abs().float() * outputs * inputs).log2_().flatten()
+            bins = scores.sub_(highest - _NUM_OCTAVES).mul_(_NUM_BINS / _NUM_OCTAVES).clamp_(0, _NUM_BINS - 1).long()
+            if on_host(device):
+                counts += torch.bincount(bins, minlength=_NUM_BINS)
+            else:  # where that would wait
+                counts.index_add_(0, bins, torch.ones_like(bins))
+        return counts
+
+    def most(self) -> torch.Tensor:
+        """Return what no score of this rank's weights is above."""
+        weights, root = self.factors()[0], float((self.found.inputs.max() * self.found.outputs.max()).sqrt())
+        largest: torch.Tensor = torch.linalg.vector_norm(weights.flatten(), torch.inf, dtype=torch.float32)
+        return largest * root
 
 
-@final
-@dataclass(frozen=True)
-class _Cost(Score):
-    """The root of r_i W_ij^2 H_jj. Evidence, float32, per weight: ``output``, the root of r_i; ``input``, of H_jj."""
+@own_settings()
+def _histograms(comm: Communicator, blocks: Sequence[Sequence[_Layer]]) -> torch.Tensor:
+    """Return for each layer how many of its weights have which score, (layers, bins) float32: bins are those of all.
 
-    needs = ("output", "input")
+    Every rank must call it: a round of 8 bytes, and for each block one of 16 KiB a layer.
+    """
 
-    @override
-    def values(self, elements: Elements) -> torch.Tensor:
-        return elements.weight.abs().float() * elements["output"] * elements["input"]
+    def fill_most(words: torch.Tensor) -> None:
+        words.fill_(max(map(float, fetched([layer.most() for layers in blocks for layer in layers])), default=0.0))
 
+    most = float(max_together(comm, (1,), fill_most, torch.float64))
+    highest = math.log2(most) if most > 0 else 0.0
+    of_blocks = []
+    for layers in blocks:
 
-_COST = _Cost()
+        def fill(words: torch.Tensor, layers: Sequence[_Layer] = layers) -> None:
+            for counts, histogram in zip(words, fetched([layer.histogram(highest) for layer in layers]), strict=True):
+                counts.copy_(histogram)
 
-
-def _num_lowest(comm: Communicator, layers: Mapping[str, _Layer], names: Sequence[str], num: int) -> dict[str, int]:
-    """Return how many weights of each of ``names`` are among the ``num`` lowest of all. Every rank must call it."""
-    roster = roster_of_one(comm, [layers[name].member() for name in names])
-    ranked = Ranked(comm, roster, _COST, lambda: [layers[name].scores() for name in names], checks=False)
-    choice = ranked.choose(Unstructured(num))
-
-    def count(words: torch.Tensor) -> None:
-        for i, counts in enumerate(fetched(choice.write_masks(ranked.scores)[1])):
-            words[i] = counts[0] if ranked.scores[i].shard.owned else 0
-
-    return dict(zip(names, sum_together(comm, (len(names),), count).tolist(), strict=True))
+        of_blocks.append(sum_together(comm, (len(layers), _NUM_BINS), fill, torch.float64).float())
+    return torch.cat(of_blocks)

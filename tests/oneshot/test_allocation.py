@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from distprune.calibration.sensitivity import Sensitivity, measure_sensitivities
 from distprune.collectives.communicator import Alone
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.linear_layers import linear_layers
-from distprune.oneshot.allocation import Bounds, fill_budget, whole_rows_of
+from distprune.oneshot.allocation import Bounds, below_one_threshold, whole_rows_of
 from tests import allocation_oracle as oracle
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 from tests.oneshot.alike import TOKENS, matrices, sharded
@@ -241,31 +241,32 @@ def test_shares_stay_shares(sparsity: float) -> None:
     assert all(0 <= share <= 1 and abs(share - sparsity) <= 0.15 for share in shares.values())
 
 
-def lowest(scores: Mapping[str, Sequence[float]], names: Sequence[str], num: int) -> dict[str, int]:
-    chosen = sorted((score, name) for name in names for score in scores[name])[:num]
-    return {name: sum(own == name for _, own in chosen) for name in names}
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_budgets_are_met(seed: int) -> None:
-    """By one threshold: what is not at a bound has the same highest score pruned, and the others a reason."""
+    """By one threshold: what is not at a bound has the same highest bin pruned, and the others a reason."""
     draw = random.Random(seed)
-    num_out = {name: draw.choice([2, 3, 5, 8]) for name in "abcdefgh"}
-    in_rows = {name: (draw.randint(0, 4), draw.randint(5, 12)) for name in num_out}
-    bounds: dict[str, Bounds] = {
-        name: (low * num_out[name], high * num_out[name]) for name, (low, high) in in_rows.items()
-    }
-    scores = {name: [draw.random() * draw.choice([1, 5]) for _ in range(12 * num_out[name])] for name in num_out}
-    budget = draw.randint(*(sum(pair[i] for pair in bounds.values()) for i in (0, 1)))
-    counts = fill_budget(bounds, budget, partial(lowest, scores))
-    assert sum(counts.values()) == budget
-    assert all(low <= counts[name] <= high for name, (low, high) in bounds.items())
-    ranked = {name: sorted(own) for name, own in scores.items()}
-    # The highest that is pruned although it need not be lies below the lowest that is kept although it could go.
-    pruned = [ranked[name][counts[name] - 1] for name, (low, _) in bounds.items() if counts[name] > low]
-    kept = [ranked[name][counts[name]] for name, (_, high) in bounds.items() if counts[name] < high]
-    assert max(pruned, default=-1) < min(kept, default=9)
-    rows = whole_rows_of(counts, num_out, in_rows, budget)
-    assert all(low <= rows[name] <= high for name, (low, high) in in_rows.items())
-    assert all(abs(rows[name] - counts[name] / num_out[name]) <= 1 for name in rows)
-    assert abs(sum(rows[name] * num_out[name] for name in rows) - budget) < max(num_out.values())
+    num_out = [draw.choice([2, 3, 5, 8]) for _ in range(8)]
+    in_rows: list[Bounds] = [(draw.randint(0, 4), draw.randint(5, 12)) for _ in num_out]
+    bounds: list[Bounds] = [(low * rows, high * rows) for (low, high), rows in zip(in_rows, num_out, strict=True)]
+    bins = [[draw.randrange(draw.choice([20, 50])) for _ in range(12 * rows)] for rows in num_out]
+    histograms = torch.stack([torch.bincount(torch.tensor(of_layer), minlength=50) for of_layer in bins])
+    budget = draw.randint(*(sum(pair[i] for pair in bounds) for i in (0, 1)))
+    counts = below_one_threshold(histograms, bounds, budget)
+    assert sum(counts) == pytest.approx(budget, abs=1e-4)
+    assert all(low <= count <= high for (low, high), count in zip(bounds, counts, strict=True))
+    # No bin that is pruned in part or whole, although it need not be, lies above one that is kept although it could go.
+    below = torch.nn.functional.pad(histograms.cumsum(1), (1, 0)).double()
+    pruned = [
+        int((of < count - 1e-6).sum()) for of, count, (low, _) in zip(below, counts, bounds, strict=True) if count > low
+    ]
+    kept = [
+        int((of <= count + 1e-6).sum())
+        for of, count, (_, high) in zip(below, counts, bounds, strict=True)
+        if count < high
+    ]
+    assert max(pruned, default=0) <= min(kept, default=50)
+    rows_of = whole_rows_of(counts, num_out, in_rows, budget)
+    for rows, (low, high), count, num in zip(rows_of, in_rows, counts, num_out, strict=True):
+        assert low <= rows <= high
+        assert abs(rows - count / num) <= 1
+    assert abs(sum(map(math.prod, zip(rows_of, num_out, strict=True))) - budget) < max(num_out)
