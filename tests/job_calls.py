@@ -152,7 +152,6 @@ JOB_CALLS: dict[str, tuple[int, Make]] = {
                 samples=2,
                 sequence_length=8,
                 own_words=2,
-                speed=False,
             ),
             run_shrink_job,
         ),

@@ -37,7 +37,6 @@ def small_shrink_job(model_folder: Path, text_file: Path, tmp_path: Path, **size
         samples=4,
         sequence_length=16,
         own_words=0,
-        speed=False,
         **sizes,
     )
 

@@ -160,7 +160,7 @@ def _windows(work: Walked, asked: Mapping[str, Any]) -> str:
 
 
 def removal_rows(work: SmallerModel) -> Iterator[tuple[str, str]]:
-    """Yield what a removal has left, and how fast and large that is, in words: (what, how much)."""
+    """Yield what a removal has left, in words: (what, how much)."""
     num, num_before = work.num_parameters, work.num_parameters_before
     yield "parameters", f"{count(num)} of {count(num_before)}, {share(1 - num / num_before)} removed"
     sizes = {(of["kind"], of["num"], of["num_before"]): None for block in work.blocks for of in block["kept"]}
@@ -168,14 +168,6 @@ def removal_rows(work: SmallerModel) -> Iterator[tuple[str, str]]:
     if (num_layers := len(work.layers)) < work.num_layers_before:
         left.insert(0, f"layers {num_layers} of {work.num_layers_before}")
     yield "left", "; ".join(left)
-    if speed := work.speed:
-        before, after = speed["before"], speed["after"]
-        for what in ("forward", "generation"):
-            rates = " -> ".join(f"{of[what]['tokens_per_second']:,.0f}" for of in (before, after))
-            faster = f"{speed[what]['speedup']:.2f} times as fast (FLOPs: {speed[what]['promised']:.2f})"
-            yield what, f"{rates} tokens/s, {faster}"
-        for what, name in (("memory", "memory"), ("file_bytes", "weight files")):
-            yield name, " -> ".join(f"{of[what] / 2**20:,.0f}" for of in (before, after)) + " MiB"
 
 
 def trial_rows(work: SmallerModel) -> Iterator[tuple[str, str]]:

@@ -89,14 +89,13 @@ class PrunedBlocks(Walked):
 
 @dataclass(frozen=True, repr=False)
 class SmallerModel(Walked):
-    """Made smaller. ``layers`` are those that stay; ``speed`` is of :func:`compare_speed`."""
+    """Made smaller. ``layers`` are those that stay."""
 
     trials: Sequence[Mapping[str, Any]] | None
     layers: Sequence[int]
     num_layers_before: int
     num_parameters_before: int
     num_parameters: int
-    speed: Mapping[str, Any] | None = None
 
     @override
     def __str__(self) -> str:

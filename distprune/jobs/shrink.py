@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import nn
@@ -16,10 +16,9 @@ from distprune.collectives.agree import together
 from distprune.jobs.block_files import BlockFiles
 from distprune.jobs.calibrated import CalibratedJob, load_calibrated
 from distprune.jobs.files import open_files
-from distprune.jobs.options import EVALUATION, METHOD, SIZES, ask, asked, parse_budget, parse_size
+from distprune.jobs.options import METHOD, SIZES, ask, asked, parse_budget, parse_size
 from distprune.jobs.report import JobReport, SmallerModel
 from distprune.jobs.run import Device, Run, clock
-from distprune.jobs.speed import compare_speed
 from distprune.jobs.watcher import Watcher
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.oneshot.recipe import share_of_targets
@@ -75,12 +74,7 @@ class ShrinkJob(CalibratedJob):
         default=None,
         panel=METHOD,
     )
-    speed: bool = ask(
-        "Measure tokens per second and memory before and after; both models must fit on one rank.",
-        default=True,
-        decides=False,
-        panel=EVALUATION,
-    )
+    has_picture: ClassVar[bool] = False
 
     @property
     def sizes(self) -> Sizes:
@@ -170,8 +164,4 @@ def run_shrink_job(
                 num_parameters_before=shrunk.num_parameters_before,
                 num_parameters=shrunk.num_parameters,
             )
-            del calibrated, model, shrunk, samples
-            blocks.clear()  # they hold the model
-            if job.speed:
-                work = replace(work, speed=compare_speed(run, run.directory.path, files.result))
             return run.report(files.result, before, after, work)

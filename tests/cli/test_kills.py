@@ -204,7 +204,7 @@ def test_killed_again_and_again_and_resumed(
 @pytest.mark.whole
 def test_shrinking_killed_and_resumed(tmp_path: Path, arguments: list[str]) -> None:
     text = arguments[arguments.index("--calibration") + 1]
-    line = "--mlp 0.5 --layer-criterion influence --samples 30 --sequence-length 64 --no-speed --timeout 20"
+    line = "--mlp 0.5 --layer-criterion influence --samples 30 --sequence-length 64 --timeout 20"
     line += " --own-words 0"
     shrinking = ["shrink", arguments[1], "--calibration", text, "--layers", str(NUM_BLOCKS - 1), *line.split()]
     first = Job([*shrinking, "--output", str(tmp_path / "out")], tmp_path)

@@ -161,7 +161,7 @@ def test_every_option_arrives() -> None:
     removal = (
         "--calibration c --mlp 1.0 --heads 6 --layers 24 --parameters 5M --criterion fluctuation "
         "--layer-criterion influence --refit bias --targets dense --target-share 0.25 "
-        "--samples all --sequence-length 9 --offload --no-speed --resume"
+        "--samples all --sequence-length 9 --offload --resume"
     )
     smaller = ShrinkJob(
         **common,
@@ -178,7 +178,6 @@ def test_every_option_arrives() -> None:
         samples=None,
         sequence_length=9,
         offload=True,
-        speed=False,
         resume=True,
     )
     assert asked(f"shrink {line} {removal}") == smaller

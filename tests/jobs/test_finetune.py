@@ -214,7 +214,7 @@ def dense(folder: Path) -> Path:
 
 def smaller(folder: Path) -> Path:
     whole = str(dense(folder.with_name("whole")))
-    sizes: dict[str, Any] = {"mlp": 0.5, "refit": "none", "samples": 2, "sequence_length": 8, "speed": False}
+    sizes: dict[str, Any] = {"mlp": 0.5, "refit": "none", "samples": 2, "sequence_length": 8}
     run_shrink_job(ShrinkJob(model=whole, output=str(folder), **sizes))
     return folder
 

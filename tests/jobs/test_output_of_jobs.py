@@ -282,7 +282,7 @@ def test_own_words_of_another_tokenizer(make: Callable[[str], Any], kind: str, t
         sampling = SampleJob(model=str(model), output=str(tmp_path / f"words of {model.name}"), samples=2)
         run_sample_job(dataclasses.replace(sampling, sequence_length=16))
     texts = {"data": "self"} if kind == "finetune" else {"calibration": "self", "samples": None}
-    job = dataclasses.replace(job, **texts, **({"own_words": None, "speed": False} if kind == "shrink" else {}))
+    job = dataclasses.replace(job, **texts, **({"own_words": None} if kind == "shrink" else {}))
     with pytest.raises(ValueError, match=r"was written with another tokenizer than the model's, by other"):
         run(dataclasses.replace(job, own_words_file=str(tmp_path / "words of other")))
     assert not Path(job.output).exists()

@@ -215,7 +215,7 @@ def test_what_is_no_file_of_own_words(tmp_path: Path, damage: Callable[[Path], o
 
 
 def test_a_smaller_model(job: OneShotJob) -> None:
-    smaller = ShrinkJob(model=job.model, output=job.output, samples=2, sequence_length=8, parameters=0.9, speed=False)
+    smaller = ShrinkJob(model=job.model, output=job.output, samples=2, sequence_length=8, parameters=0.9)
     assert run_shrink_job(smaller).work.windows == {"text": 0, "continuing": 0, "own": 2}
 
 

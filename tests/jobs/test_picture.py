@@ -13,7 +13,8 @@ import pytest
 from distprune.cli.display import Display
 from distprune.jobs import OneShotJob, PruneJob, run_one_shot_job, run_prune_job
 from distprune.jobs.figures import kinds_of, mean_error
-from distprune.jobs.picture import PICTURE_NAME, can_draw, draw_blocks, draw_losses, draw_removal
+from distprune.jobs.picture import PICTURE_NAME, can_draw, picture
+from distprune.jobs.report import PrunedBlocks, Trained
 from distprune.jobs.run import REPORT_NAME
 from tests.small_job import block_entry, small_job
 
@@ -37,49 +38,34 @@ def test_experts_are_one_kind() -> None:
     assert mean_error(block_entry(1, {"a": None})) is None
 
 
+def drawn(work: Any) -> Any:
+    """Return the axes of the picture of a job that did this ``work``."""
+    figures: list[Any] = []
+    report: Any = SimpleNamespace(work=work, model=Path("model"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("distprune.jobs.picture.png_of", figures.append)
+        picture(report)
+    (axes,) = figures[0].axes
+    return axes
+
+
 def test_the_picture_has_a_line_for_each_kind() -> None:
     pytest.importorskip("matplotlib")
-    figure = draw_blocks(
-        [block_entry(0, {"fc1": 0.1, "fc2": None}), block_entry(2, {"fc1": 0.3, "fc2": 0.4, "up.3": 0.5})], "a title"
-    )
-    errors, sparsities = figure.axes
-    found = {line.get_label(): line.get_xydata().tolist() for line in errors.lines}
+    blocks = [block_entry(0, {"fc1": 0.1, "fc2": None}), block_entry(2, {"fc1": 0.3, "fc2": 0.4, "up.3": 0.5})]
+    walk: Any = SimpleNamespace(method="wanda")
+    axes = drawn(PrunedBlocks(walk, "2:4", blocks, 0, {}, "uniform", 100))
+    found = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
     assert found["fc1"] == [[0, 0.1], [2, 0.3]]
     assert found["fc2"][1] == [2, 0.4]
     assert found["up.*"] == [[2, 0.5]]
-    assert {line.get_label(): line.get_xydata().tolist() for line in sparsities.lines} == {
-        "fc1": [[0, 0.4], [2, 0.6]],
-        "fc2": [[0, 0.4], [2, 0.6]],
-        "up.*": [[2, 0.6]],
-    }
-    assert [text.get_text() for text in errors.get_legend().get_texts()] == ["fc1", "fc2", "up.*"]
-    assert sparsities.get_legend() is None
-    assert all(tick == round(tick) for tick in sparsities.get_xticks())
-    (errors,) = draw_blocks([block_entry(0, {"fc1": 0.1, "fc2": 0.2})], "all layers are as sparse").axes
-    assert errors.get_title().startswith("Relative error")
-
-
-def test_the_picture_of_a_smaller_model() -> None:
-    pytest.importorskip("matplotlib")
-    kept = [{"kind": "mlp", "num": 6, "num_before": 8}, {"kind": "mlp", "num": 2, "num_before": 8}]
-    blocks = [
-        {**block_entry(0, {"fc1": 0.1}), "kept": kept},
-        {**block_entry(2, {"fc1": 0.2}), "kept": [{"kind": "heads", "num": 1, "num_before": 4}]},
-    ]
-    work: Any = SimpleNamespace(layers=[0, 2], num_layers_before=3, blocks=blocks)
-    stays, errors = draw_removal(work, "a title").axes
-    heights = [bar.get_height() for bar in stays.patches]
-    assert heights == [1, 1, 1, 0.5, 0, 1, 1, 1, 1, 1, 0, 0.25]  # before and after, kind by kind
-    assert [text.get_text() for text in stays.get_legend().get_texts()] == ["mlp, 8 of 16", "heads, 1 of 4"]
-    assert [line.get_xydata().tolist() for line in errors.lines] == [[[0, 0.1], [2, 0.2]]]
-    work.blocks = [{**block_entry(index, {}), "kept": []} for index in (0, 2)]
-    (stays,) = draw_removal(work, "layers alone").axes
-    assert [bar.get_height() for bar in stays.patches] == [1, 1, 1, 1, 0, 1]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["fc1", "fc2", "up.*"]
+    assert axes.get_title().startswith("Relative error")
+    assert all(tick == round(tick) for tick in axes.get_xticks())
 
 
 def test_the_picture_of_losses() -> None:
     pytest.importorskip("matplotlib")
-    (axes,) = draw_losses([3.0, 2.0], "a title").axes
+    axes = drawn(Trained("fine-tuning", 2, 64, 1.0, [3.0, 2.0], 5, 10, 5, 10, 0))
     assert axes.lines[0].get_xydata().tolist() == [[1, 3.0], [2, 2.0]]
     assert all(tick == round(tick) for tick in axes.get_xticks())
 
@@ -115,7 +101,7 @@ def test_a_picture_that_cannot_be_drawn_does_not_cost_the_model(
         raise RuntimeError("no fonts")
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda *_: object())
-    monkeypatch.setattr("distprune.jobs.picture.draw_blocks", broken)
+    monkeypatch.setattr("distprune.jobs.picture.new_figure", broken)
     assert can_draw(pytest.fail)
     run_one_shot_job(job, watcher=Display(visible=True))
     assert f"{PICTURE_NAME} is left out, drawing it failed: RuntimeError: no fonts\n" in capsys.readouterr().err

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM
 
 from distprune.checkpoint import outputs
 from distprune.cli.display import Display
-from distprune.collectives.communicator import communicator
 from distprune.jobs import (
     ShrinkJob,
     SmallerModel,
     run_finetune_job,
     run_shrink_job,
-    shrink,
-    speed,
 )
 from distprune.jobs.figures import removal_rows
 from distprune.jobs.run import REPORT_NAME
@@ -33,7 +27,6 @@ from distprune.oneshot.report import OneShotReport
 from tests.hf_models import make_model, make_tokenizer
 from tests.jobs.jobs_of_a_kind import run_on_rank
 from tests.jobs.test_prune import Heard, contents
-from tests.sampling import only_whole
 from tests.small_job import small_finetune_job, small_shrink_job
 from tests.worlds import ProcessPool
 
@@ -165,17 +158,6 @@ def test_killed_when_it_has_taken_the_place_of_another(job: ShrinkJob, tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_no_model_is_kept_while_its_speed_is_measured(job: ShrinkJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    def num_models(*_: Any) -> int:
-        gc.collect()
-        return sum(isinstance(found, LlamaForCausalLM) for found in gc.get_objects())
-
-    before = num_models()
-    monkeypatch.setattr(shrink, "compare_speed", lambda *_: {"models": num_models()})
-    monkeypatch.setattr("distprune.jobs.run.can_draw", lambda _: False)
-    assert run_shrink_job(dataclasses.replace(job, speed=True)).work.speed == {"models": before}
-
-
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -213,45 +195,7 @@ def test_the_output_can_be_fine_tuned(
     assert {name: of.shape for name, of in before.items()} == {name: of.shape for name, of in after.items()}
 
 
-@pytest.mark.parametrize("apart", [False, only_whole(True)])
-def test_the_speed_of_a_model(model_folder: Path, monkeypatch: pytest.MonkeyPatch, apart: bool) -> None:
-    """Measured in a process of its own, or here and once; FLOPs are those of the matrix products."""
-    run: Any = SimpleNamespace(comm=communicator(None), device=torch.device("cpu"))
-    if apart:
-        found = speed.measure_apart(run, model_folder)
-    else:
-        monkeypatch.setattr(speed, "_LEAST_SECONDS", 0.0)
-        monkeypatch.setattr(speed, "_TIMES", 1)
-        found = speed._measure(model_folder, run.device)
-    of_layers, of_attention, of_head = 2 * 2880, 2 * 2 * 512 * 20, 67 * 20
-    assert found["parameters"] == of_layers + of_head + 5 * 20
-    assert found["forward"]["flops"] == 2 * 512 * (of_layers + of_attention + of_head)
-    assert found["forward"]["num_tokens"] == 512
-    assert found["generation"]["tokens_per_second"] > 0
-    assert found["file_bytes"] == (model_folder / "model.safetensors").stat().st_size
-
-
-@pytest.mark.whole
-def test_a_speed_that_cannot_be_measured(job: ShrinkJob, pool: ProcessPool) -> None:
-    said = pool.run(2, run_without_python, dataclasses.replace(job, speed=True))
-    assert said[0] == "speed is left out, measuring it failed: it ended with 1"
-    assert said[1] == "speed is left out, measuring it failed: rank 0 of 2: it ended with 1"
-
-
-def run_without_python(_: int, job: ShrinkJob) -> str:
-    """Run the job where a process of its own fails; return what it says last."""
-    heard = Heard()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "executable", "/bin/false")
-        assert run_shrink_job(job, watcher=heard).work.speed is None
-    return heard.said[-1]
-
-
-def test_what_is_said_of_speed() -> None:
-    def figures(rate: float, size: int) -> dict[str, Any]:
-        kind = {"tokens_per_second": rate, "num_tokens": 64, "flops": size}
-        return {"forward": kind, "generation": kind, "memory": size << 20, "file_bytes": size << 20}
-
+def test_what_is_said_of_what_is_left() -> None:
     removal = SmallerModel(
         walk=OneShotReport("obs", "", "layer", 0.5, "none", None, 8, (), (), 1.0, 0, 0, ()),
         pattern="kv_groups 2",
@@ -263,13 +207,8 @@ def test_what_is_said_of_speed() -> None:
         num_layers_before=3,
         num_parameters_before=100,
         num_parameters=75,
-        speed=speed.compared(figures(100, 30), figures(120, 20)),
     )
     assert list(removal_rows(removal)) == [
         ("parameters", "75 of 100, 25.0 % removed"),
         ("left", "kv groups 2 of 3"),
-        ("forward", "100 -> 120 tokens/s, 1.20 times as fast (FLOPs: 1.50)"),
-        ("generation", "100 -> 120 tokens/s, 1.20 times as fast (FLOPs: 1.50)"),
-        ("memory", "30 -> 20 MiB"),
-        ("weight files", "30 -> 20 MiB"),
     ]
