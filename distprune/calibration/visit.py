@@ -1,10 +1,9 @@
-"""A walk of calibration samples through all decoder blocks, and what a visitor measures in each of them."""
+"""A walk of calibration samples through all decoder blocks, and what is measured in each of them."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -20,6 +19,9 @@ from distprune.models.evaluating import evaluating
 from distprune.shards.device import fetched, sent
 
 Progress = Callable[[int, int], None] | None
+# Open while a block is run on all batches of this rank: what a batch adds, (n,), given what the block was given and put
+# out. Local.
+Visit = AbstractContextManager[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
 
 
 @contextmanager
@@ -74,62 +76,44 @@ def _parts(sample_group: SampleGroup, samples: torch.Tensor, num_together: int, 
     return found
 
 
-class Visitor(ABC):
-    """Measures ``num_words`` numbers of one block, as a sum over batches of samples."""
-
-    num_words: int
-
-    def listening(self) -> AbstractContextManager[object]:
-        """Return the context in which the block is run on all batches of this rank."""
-        return nullcontext()
-
-    @abstractmethod
-    def measure(self, given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """Return what a batch adds, (num_words,), after its run: the block was given and put out these. Local."""
-
-
 def visit_blocks(
     comm: Communicator,
     model: nn.Module,
     samples: torch.Tensor,
-    visitors: Sequence[Visitor],
+    visits: Sequence[Visit],
     progress: Progress = None,
     *,
     offload: bool = False,
     batch_tokens: int | None = None,
 ) -> Iterator[torch.Tensor]:
-    """Yield for each decoder block what its visitor measures, summed over all samples, (num_words,) float64.
+    """Yield for each decoder block what its visit measures, summed over all samples, float64.
 
-    Every rank must call it. Rounds: those of a walk, and for each block 1 of 8 bytes a word and that of its run.
+    Every rank must call it. Rounds: those of a walk, and for each block 1 of 8 bytes a number and that of its run.
     ``progress`` is called with the number of blocks done, and of all; ``offload``, ``batch_tokens``: as of
     :func:`walking`.
 
     Raises:
-        ValueError, NotImplementedError, Exception: on every rank: what the walk raises, or on one a visitor or
+        ValueError, NotImplementedError, Exception: on every rank: what the walk raises, or on one a visit or
             ``progress``.
     """
     with together(comm):
         axis = shared_axis(model)
     sample_group = find_sample_group(comm, axis)
     with walking(comm, sample_group, model, samples, offload=offload, batch_tokens=batch_tokens) as walk:
-        for index, visitor in enumerate(visitors):
-            yield _visited(comm, walk, index, visitor, progress)
+        for index, visit in enumerate(visits):
+            yield _visited(comm, walk, index, visit, progress)
 
 
-def _visited(comm: Communicator, walk: Walk, index: int, visitor: Visitor, progress: Progress) -> torch.Tensor:
-    measured: list[torch.Tensor] = []
-
-    def take(batch: int, given: torch.Tensor, output: torch.Tensor) -> None:
-        of_batch = visitor.measure(given, output).double()
-        if walk.windows[batch] and walk.sample_group.rank == 0:
-            measured.append(of_batch)
+def _visited(comm: Communicator, walk: Walk, index: int, visit: Visit, progress: Progress) -> torch.Tensor:
+    measured: list[torch.Tensor] = []  # by batch
 
     def fill(words: torch.Tensor) -> None:
-        for of_batch in fetched(measured):
-            words.add_(of_batch)
+        for windows, of_batch in zip(walk.windows, fetched(measured), strict=True):
+            if windows and walk.sample_group.rank == 0:
+                words += of_batch
         if progress is not None:
             progress(index + 1, len(walk.blocks))
 
-    with visitor.listening():
-        walk.advance(index, comm, end=take)
-    return sum_together(comm, (visitor.num_words,), fill, torch.float64)
+    with visit as measure:
+        walk.advance(index, comm, end=lambda _, given, output: measured.append(measure(given, output)))
+    return sum_together(comm, measured[0].shape, fill, torch.float64)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from typing_extensions import override
 
 from distprune.calibration.data import token_digest
-from distprune.calibration.visit import Visitor, visit_blocks
+from distprune.calibration.visit import visit_blocks
 from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import Group, communicator
 from distprune.models.decoder_blocks import decoder_blocks
@@ -69,10 +68,10 @@ def choose_experts(
             for units in places:
                 num_to_keep(units, keep, f"{name}.{units.name}")  # checked before anything runs
         blocks = dict(decoder_blocks(model))
-        visitors = [_Experts(blocks[block], places, criterion) for block, places in found]
+        visits = [_scoring(blocks[block], places, criterion) for block, places in found]
         digest = token_digest(samples)
     agree(comm, {"keep": repr(keep), "criterion": criterion, "samples": digest, "batch_tokens": batch_tokens})
-    scores_of_blocks = list(visit_blocks(comm, model, samples, visitors, offload=offload, batch_tokens=batch_tokens))
+    scores_of_blocks = list(visit_blocks(comm, model, samples, visits, offload=offload, batch_tokens=batch_tokens))
     kept: dict[Any, torch.Tensor] = {}
     with together(comm):
         for (name, places), scores in zip(found, scores_of_blocks, strict=True):
@@ -83,51 +82,50 @@ def choose_experts(
     return kept
 
 
-class _Experts(Visitor):
-    """Scores the experts of all places of a block, for the batch that runs."""
+@contextmanager
+def _scoring(
+    block: nn.Module, places: Sequence[Units], criterion: ExpertCriterion
+) -> Iterator[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+    """Score the experts of all places of a block, batch by batch."""
+    sizes = [units.num_units for units in places]
+    device = next((parameter.device for parameter in block.parameters()), torch.device("cpu"))
+    scores = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
 
-    def __init__(self, block: nn.Module, places: Sequence[Units], criterion: ExpertCriterion) -> None:
-        self._modules, self._criterion = [block.get_submodule(units.name) for units in places], criterion
-        self._sizes = [units.num_units for units in places]
-        self.num_words = sum(self._sizes)
-        device = next((parameter.device for parameter in block.parameters()), torch.device("cpu"))
-        self._scores = torch.zeros(self.num_words, dtype=torch.float64, device=device)
+    def measure(given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+        of_batch = scores.clone()
+        scores.zero_()  # they begin anew with the next batch
+        return of_batch
 
-    @contextmanager
-    @override
-    def listening(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for module, scores in zip(self._modules, torch.split(self._scores, self._sizes), strict=True):
-                hook = partial(self._hook, scores)
-                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-            yield
+    with ExitStack() as stack:
+        for units, of_units in zip(places, torch.split(scores, sizes), strict=True):
+            hook = partial(_score, of_units, criterion)
+            stack.callback(block.get_submodule(units.name).register_forward_pre_hook(hook, with_kwargs=True).remove)
+        yield measure
 
-    @override
-    def measure(self, given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        scores = self._scores.clone()
-        self._scores.zero_()  # they begin anew with the next batch
-        return scores
 
-    def _hook(self, scores: torch.Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
-        last = expert_weights(module)[-1]
-        for name, (tokens, x) in expert_inputs(module, args, kwargs).items():
-            parameter, _, number = name.rpartition(".")
-            if parameter != last:
-                continue
-            expert = int(number)
-            if self._criterion == "usage":
-                scores[expert] += len(x)
-                continue
-            if not {_INDEX, _SHARES} <= given.keys():
-                raise NotImplementedError(
-                    f"a {type(module).__name__} is not called with {_INDEX} and {_SHARES}: what its experts put out is "
-                    "not known; use criterion='usage'"
-                )
-            put_out = x @ expert_matrix(module, last, expert).detach().t()
-            shares = (given[_SHARES] * (given[_INDEX] == expert)).sum(dim=1)[tokens]
-            norms = torch.linalg.vector_norm(put_out, dim=1, dtype=torch.float64) * shares.double().abs()
-            scores[expert] += norms.sum()
+def _score(
+    scores: torch.Tensor, criterion: ExpertCriterion, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Add to ``scores`` what experts ``module``, called like this, put out, or how many tokens they are given."""
+    given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+    last = expert_weights(module)[-1]
+    for name, (tokens, x) in expert_inputs(module, args, kwargs).items():
+        parameter, _, number = name.rpartition(".")
+        if parameter != last:
+            continue
+        expert = int(number)
+        if criterion == "usage":
+            scores[expert] += len(x)
+            continue
+        if not {_INDEX, _SHARES} <= given.keys():
+            raise NotImplementedError(
+                f"a {type(module).__name__} is not called with {_INDEX} and {_SHARES}: what its experts put out is "
+                "not known; use criterion='usage'"
+            )
+        put_out = x @ expert_matrix(module, last, expert).detach().t()
+        shares = (given[_SHARES] * (given[_INDEX] == expert)).sum(dim=1)[tokens]
+        norms = torch.linalg.vector_norm(put_out, dim=1, dtype=torch.float64) * shares.double().abs()
+        scores[expert] += norms.sum()
 
 
 def _highest(scores: torch.Tensor, units: Units, num_kept: int) -> torch.Tensor:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from typing_extensions import override
 
 from distprune.calibration.data import token_digest
 from distprune.calibration.sample_group import find_sample_group, shared_axis
-from distprune.calibration.visit import Visitor, visit_blocks, walking
+from distprune.calibration.visit import visit_blocks, walking
 from distprune.calibration.walk import with_hidden
 from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import Group, communicator
@@ -86,7 +85,13 @@ def order_layers(
         return order
     if criterion == "influence":
         sums = visit_blocks(
-            comm, model, samples, [_Influence()] * num_layers, progress, offload=offload, batch_tokens=batch_tokens
+            comm,
+            model,
+            samples,
+            [nullcontext(_influence)] * num_layers,
+            progress,
+            offload=offload,
+            batch_tokens=batch_tokens,
         )
         influences = [float(of_layer) for of_layer in sums]
         by_influence = sorted(range(num_layers), key=lambda index: (influences[index], index))
@@ -135,12 +140,7 @@ def _hand_on(forward: Callable[..., Any], known: dict[type, Any], kind: type, *a
     return with_hidden(known[kind], args[0] if args else kwargs["hidden_states"])
 
 
-class _Influence(Visitor):
-    """1 - cos of what a layer is given and puts out, summed over tokens."""
-
-    num_words = 1
-
-    @override
-    def measure(self, given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        cosines = nn.functional.cosine_similarity(given.double(), output.to(given.device).double(), dim=-1)
-        return (1 - cosines).sum()[None]
+def _influence(given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Return 1 - cos of what a layer is given and puts out, summed over tokens, (1,)."""
+    cosines = nn.functional.cosine_similarity(given.double(), output.to(given.device).double(), dim=-1)
+    return (1 - cosines).sum()[None]
