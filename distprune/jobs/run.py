@@ -66,7 +66,7 @@ class Run:
         self._tokens: dict[str, torch.Tensor] = {}
         self.directory = open_together(self.comm, path)
         with together(self.comm):
-            seen["model files"] = self.directory.fingerprint()
+            self.read["model files"] = self.directory.fingerprint()
             if job.evaluate_on or job.tasks:
                 self._tokenizer = load_tokenizer(path)
             for name in job.evaluate_on:
@@ -78,10 +78,9 @@ class Run:
             self.inputs: list[str | Path] = [*job.inputs(), path]
             self.output = check_output(job.output, overwrite=job.overwrite, inputs=self.inputs)
             self._mesh = mesh_of(group, self.comm.size, self.device)
-        agree(self.comm, seen)
-        self.read["model files"] = seen.pop("model files")
-        told = json.dumps([seen, job.tasks])
-        self.evaluation = f"before-{hashlib.sha256(told.encode()).hexdigest()[:12]}"  # names what is evaluated on
+            told = json.dumps([seen, job.tasks])
+            self.evaluation = f"before-{hashlib.sha256(told.encode()).hexdigest()[:12]}"  # names what is evaluated on
+        agree(self.comm, {**self.read, **seen})
         self.note_sample("model", self.directory)
         self._started = time.perf_counter()
 
