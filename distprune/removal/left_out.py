@@ -1,9 +1,8 @@
 """The loss of a model without each of its decoder layers, by one walk that carries a stream for each.
 
-Noun: a *stream* is the hidden states of some samples in a model without one of its layers. Before layer i there are
-those without an earlier layer, and the one of the whole model: all are run, and the stream without layer i is a copy of
-what the whole model's was before. So no layer is gathered twice, and what comes before a layer is run once for all
-streams that have it in common.
+Noun: a *stream* is the hidden states of some samples in a model without one of its layers. At layer i we carry one
+stream for each earlier layer that was left out, and the full model's. All run layer i; a copy of the full stream skips
+it. So no layer is gathered twice, and what streams have in common is run once.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ too little. They are scored whole and in pieces, and what loses more counts: mod
 way of its own (massive activations, Sun et al., arXiv 2402.17762), which what is left may keep for those few tokens
 that windows begin with, and not for others.
 
-Costs of other sizes follow from the two. What kinds cost beyond the sum when they leave together only shows together:
-so of each set of kinds the mix that promises most is taken, and the three most promising are tried. The best one wins.
+Costs of other sizes follow from the two. Costs do not add up exactly, so mixes are measured, too: the three that
+promise most, each of another set of kinds. The best one wins.
 """
 
 from __future__ import annotations
