@@ -24,7 +24,6 @@ class Running:
     timeout: float = ask(
         "Seconds a rank waits for the others.", default=600.0, least=1, most=_LONGEST_TIMEOUT, panel=RUNNING
     )
-    verbose: bool = ask("Print all of the report, not its summary alone.", default=False, panel=RUNNING)
 
 
 @dataclass(frozen=True)

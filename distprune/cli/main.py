@@ -121,10 +121,9 @@ def common(
 def inspect(
     directory: Annotated[Path, typer.Argument(help="A Hugging Face directory.", metavar="DIRECTORY")],
     as_json: Annotated[bool, typer.Option("--json", help="Print all as JSON instead.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print a table of all tensors too.")] = False,
 ) -> None:
     """Show how sparse the model in DIRECTORY is, by kinds of tensors, and which N:M patterns hold."""
-    with Display(visible=True, verbose=verbose) as display:
+    with Display(visible=True) as display:
         report = inspect_directory(directory, progress=partial(display.progress, "reading", "bytes"))
     if as_json:
         sys.stdout.write(json.dumps(report.to_dict(), indent=2) + "\n")
@@ -198,7 +197,7 @@ def _work(start: JobCommand) -> int:
         is_streamed = isinstance(start.job, jobs.StreamedJob)  # on the CPU
         device = start_ranks("cpu" if is_streamed else start.running.device, start.running.timeout)
         where = {} if is_streamed else {"device": device}
-        with Display(visible=likely_rank(os.environ) == 0, verbose=start.running.verbose) as display:
+        with Display(visible=likely_rank(os.environ) == 0) as display:
             report = _RUN[type(start.job)](start.job, **where, watcher=display)
         finish_ranks()
     except (SystemExit, KeyboardInterrupt) as leaving:

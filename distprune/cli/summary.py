@@ -37,7 +37,7 @@ def job_lines(report: JobReport[Work]) -> list[str]:
         ("seconds", f"{report.seconds.get('total', 0.0):.1f}: {', '.join(stages)}"),
         *_memory_rows(report.peak_memory, report.peak_device_memory),
     ]
-    last = [("output", f"{report.job.output} (report.json there, or --verbose, has all)")]
+    last = [("output", f"{report.job.output} (report.json there has all)")]
     layers, following = _worst_layers(report.work), _command_row(_next(report))
     measured = [(of.what, f"{of.before} -> {of.after} on {of.on}") for of in evaluated(report)]
     room = _MOST_LINES - len([title, *_laid_out([*first, *between, *last]), *layers, *following])
@@ -87,8 +87,8 @@ def inspection_lines(report: InspectReport) -> list[str]:
         holds = f"  {' '.join(common)}" if common else ""
         zero = share(num_zeros / max(num_elements, 1))
         lines.append(f"  {zero:>8}{count(num_elements):>9}{len(tensors):>9}  {name}{holds}")
-    more = f", {len(kinds) - _MOST_KINDS} more kinds" if len(kinds) > _MOST_KINDS else ""
-    return [*lines, f"  --verbose lists all tensors{more}; --json prints all as JSON"]
+    more = f", and {len(kinds) - _MOST_KINDS} more kinds" if len(kinds) > _MOST_KINDS else ""
+    return [*lines, f"  --json prints all tensors{more}"]
 
 
 def _memory_rows(of_ranks: Sequence[int], of_devices: Sequence[int] = ()) -> Iterator[Row]:

@@ -281,10 +281,6 @@ def test_prunes_and_inspects(
     inspected = json.loads(capsys.readouterr().out)
     zeros = {tensor["name"]: tensor["num_zeros"] for tensor in inspected["tensors"]}
     assert zeros["model.layers.1.mlp.up_proj.weight"] == 28 * 20 // 4
-    assert end(monkeypatch, "inspect", output, "--verbose") == 0
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in zeros)  # none is cut to fit a screen that is not there
-    assert f"{inspected['num_zeros']:,}" in shown
 
 
 @pytest.mark.parametrize(
