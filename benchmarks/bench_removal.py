@@ -29,7 +29,7 @@ from benchmarks.texts import ABOUT, EVALUATION_TOKENS, KINDS, LENGTH, by_kind, o
 from distprune.calibration.data import load_samples
 from distprune.calibration.own_words import own_words
 from distprune.evaluation import perplexity, tokenize_file
-from distprune.jobs.own_words import OWN_WORDS, PROMPT, mixed
+from distprune.jobs.own_words import OWN_WORDS, mixed
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.removal.choose_units import choose_units
 from distprune.removal.layers import order_layers, skipping
@@ -144,13 +144,12 @@ def with_own_words(model: Any, tokenizer: Any, samples: torch.Tensor, texts: Pat
     """Return ``samples`` and what the model writes beside them in a job; kept beside the texts for other runs."""
     path = texts / f"own_words{seed}.pt"
     if not path.exists():
-        half = OWN_WORDS // 2
+        num = OWN_WORDS // 3
         begun = load_samples(
-            tokenizer, texts / "calibration.txt", model, num_samples=half, sequence_length=PROMPT, seed=seed
+            tokenizer, texts / "calibration.txt", model, num_samples=num, sequence_length=32, seed=seed
         )
-        continued = own_words(model, half, LENGTH, prompts=begun, seed=~seed, tokenizer=tokenizer)
-        from_one_token = own_words(model, OWN_WORDS - half, LENGTH, seed=seed, tokenizer=tokenizer)
-        torch.save([continued, from_one_token], path.with_suffix(f".{os.getpid()}"))
+        words = own_words(model, OWN_WORDS, LENGTH, prompts=begun, seed=seed, tokenizer=tokenizer)
+        torch.save([words[:num], words[num:]], path.with_suffix(f".{os.getpid()}"))
         path.with_suffix(f".{os.getpid()}").replace(path)
     return mixed([samples, *torch.load(path)])
 

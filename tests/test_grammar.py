@@ -64,7 +64,7 @@ DEVIATING: dict[str, dict[str, tuple[Any, str]]] = {
     "shrink_model": {"samples": TOKEN_IDS},
     "perplexity": {"samples": TOKEN_IDS, "sequence_length": (None, "that of the samples")},
     "calibration_windows": {"tokenizer": (REQUIRED, "text is nothing without one; it stands beside the text")},
-    "FinetuneJob": {"samples": (None, "as many as a file holds"), "sequence_length": (256, "of windows to train on")},
+    "FinetuneJob": {"sequence_length": (256, "of windows to train on")},
     "erk": {"sparsity": ONE_SHARE},
     "constant": {"sparsity": ONE_SHARE},
     "at_once": {"sparsity": ONE_SHARE},

@@ -12,11 +12,11 @@ PACKAGE = Path(__file__).parent.parent / "distprune"
 # By folder, "." the files beside them: the most lines of code that it may have, and the goal.
 LINES = {
     ".": (423, 320),
-    "calibration": (2047, 1350),
+    "calibration": (2081, 1350),
     "checkpoint": (1652, 1180),
     "cli": (736, 410),
     "collectives": (675, 640),
-    "jobs": (2638, 1280),
+    "jobs": (2602, 1280),
     "kernels": (814, 800),
     "masks": (489, 470),
     "models": (920, 690),

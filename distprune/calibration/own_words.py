@@ -1,25 +1,33 @@
 """Windows of tokens that a model writes itself: calibration where there is no text, or text of one kind only.
 
-Nouns: a *text* begins with a *prompt*, one random token or given ones, and the model continues it. A *window* of given
-ones is one text; without them it holds several, one behind the other, so that few windows are about many things. Each
-token is drawn from the model's distribution by a number in [0, 1) that follows from the seed, the text and the position
-alone: which rank writes a text, and beside which others, changes nothing but the rounding of its logits.
+Nouns: a *text* begins with a *prompt*, and the model continues it. A *window* holds one text, or several, one behind
+the other, where prompts are one token each: so few windows are about many things.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from distprune.calibration.data import check_fit, token_digest
+from distprune.calibration.openings import (
+    BESIDE_A_TEXT,
+    WITHOUT_A_TEXT,
+    beginnings,
+    chat_opening,
+    kinds_of,
+    random_tokens,
+    vocabulary_of,
+)
 from distprune.calibration.sample_group import find_sample_group, shared_axis
-from distprune.calibration.token_choice import TokenChoice, random_tokens, vocabulary_of
 from distprune.calibration.token_ids import TokenIds
 from distprune.collectives.agree import agree, check_facts, same_everywhere, sum_together, together
 from distprune.collectives.base import Communicator
@@ -36,9 +44,9 @@ CACHE_MEMORY = 4 << 30  # bytes of keys and values at a time, on one rank
 TOP_K = 1000
 SELF = "self"  # samples that the model writes
 _NUM_WINDOWS, _LENGTH = 128, 2048  # of those
-_NUM_TEXTS, _LEAST = 4, 32  # of a window without a prompt; tokens of each, or there are fewer
+_NUM_TEXTS, _LEAST = 4, 32  # of a window whose texts begin with one token; tokens of each, or there are fewer
 _UNKNOWN_WIDTH, _UNKNOWN_LAYERS = 8192, 64  # of a model whose config does not say its sizes: large
-_LOGIT_BYTES = 24  # an element: the model's, and in float32 those of transformers, ours and a mask
+_LOGIT_BYTES = 24  # an element: the model's, and in float32 those of transformers
 
 Progress = Callable[[int, int], None] | None
 
@@ -86,19 +94,21 @@ def own_words(
     >>> own_words(llama, 2, 6).shape
     torch.Size([2, 6])
 
-    By the ``generate`` of transformers. Each window holds four texts, or fewer of 32 tokens or more, none of which
-    knows of those before it. The end-of-sequence token does not end a text: documents follow each other.
-    To be given to :func:`distprune.prune_blocks` and others as ``samples``.
+    By the ``generate`` of transformers. Windows that continue no ``prompts`` are in turn of several kinds (see
+    ``calibration/openings.py``): four texts, or fewer of 32 tokens or more, that begin with random tokens; four that
+    begin as documents of many kinds do; and, where the tokenizer has a chat template, one that begins as a user's turn.
+    The end-of-sequence token does not end a text: documents follow each other. To be given to
+    :func:`distprune.prune_blocks` and others as ``samples``.
 
     Args:
         model: a causal language model of transformers; layouts as for :func:`distprune.prune_blocks`. It is run in
             evaluation mode and left as it was.
         samples, sequence_length: how many windows, and of how many tokens.
-        tokenizer: of transformers; then first tokens are those that it has, and special those that it says. Else the
-            config says it, which may count more tokens than there are.
-        prompts: what the windows begin with, (samples, at least 1) int64; each is one text then. ``None``: every text
-            begins with one random token of the vocabulary that is not special.
+        tokenizer: of transformers. Without it all texts begin with random tokens of the vocabulary.
+        prompts: what the first windows continue, (at most ``samples``, at least 1) int64: pieces of a text. Then no
+            other window begins with random tokens.
         temperature, top_k: tokens are drawn from the ``top_k`` likeliest by the softmax of logits / temperature.
+        seed: of the draws, which differ from rank to rank: other numbers of ranks write other texts.
         cache_memory: bytes of keys and values, and logits, on one rank: as many texts are written at a time. Weights
             that FSDP2 has sharded are gathered once if they all fit into as many bytes more; else block by block, for
             one token of all texts at a time.
@@ -120,51 +130,87 @@ def own_words(
     comm, bare = communicator(group), bare_model(model)
     with together(comm):
         check_model(model)
-        _check(bare, samples, sequence_length, prompts, temperature, top_k, seed, cache_memory)
+        numbers = {"samples": samples, "sequence_length": sequence_length, "top_k": top_k, "seed": seed}
+        numbers["cache_memory"] = cache_memory
+        _check(bare, numbers, temperature, prompts)
         check_runs_on_tokens(bare)
-        num_texts, length = samples, sequence_length
-        if prompts is None:
-            num_texts, length = texts_of(samples, sequence_length)
-            prompts = random_tokens(bare, num_texts, seed, tokenizer)
-        prompts = prompts.cpu()
-        check_fit(prompts, bare)
-        check_fit(prompts.new_zeros(1, sequence_length), bare)
+        parts = _parts(bare, tokenizer, prompts, samples, sequence_length, seed)
+        for part in parts:
+            check_fit(part.prompts, bare)
+        check_fit(torch.zeros(1, sequence_length, dtype=torch.int64, device="cpu"), bare)
         reset_forward(bare)
         axis = shared_axis(bare)
-        size = _batch_size(bare, length, cache_memory)
-        asked = [samples, sequence_length, temperature, top_k, seed, cache_memory]
-        vocabulary, num_steps = vocabulary_of(bare), length - prompts.shape[1]
+        total = sum(len(part.prompts) * part.num_steps for part in parts)
+        digests = [token_digest(part.prompts) for part in parts]
+        facts = {"asked": [numbers, temperature], "prompts": digests, "progress": progress is not None}
+        windows = torch.zeros(samples, sequence_length, dtype=torch.int64, device="cpu")
         device = next((parameter.device for parameter in bare.parameters()), torch.device("cpu"))
-        written = torch.zeros(num_texts, length, dtype=torch.int64, device="cpu")
-        facts = {"asked": asked, "prompts": token_digest(prompts), "progress": progress is not None}
     agree(comm, facts)
     sample_group = find_sample_group(comm, axis)
 
-    def tell(num_done: int, num_now: int, step: int) -> None:
+    def tell(num_done: int, num_texts: int, step: int) -> None:
         if progress is not None:
-            progress(num_done * num_steps + num_now * step, num_texts * num_steps)
+            progress(num_done + num_texts * step, total)
 
     with (
         _gathered(bare, cache_memory) as is_gathered,
         in_step(comm, bare, layers_communicate=sample_group.size > 1, is_gathered=is_gathered) as run,
-        _generating(bare) as generate,
+        _generating(bare, temperature, top_k, (seed, sample_group.number)) as generate,
     ):
         num_done = 0
-        for of_groups in _rounds(num_texts, size, sample_group.num_groups):
-            own = of_groups[sample_group.number] if sample_group.number < len(of_groups) else []
-            texts, num_now = own or [num_texts - 1], sum(map(len, of_groups))  # all ranks run as many forwards
-            choice = TokenChoice(texts, vocabulary, temperature, top_k, seed, partial(tell, num_done, num_now))
-            found = run(generate, prompts[texts].to(device), length, choice)
-            choice.check()
-            if own and sample_group.rank == 0:
-                written[own] = found.cpu()
-            num_done += num_now
+        for part in parts:
+            texts = torch.zeros(len(part.prompts), part.length, dtype=torch.int64, device="cpu")
+            size = _batch_size(bare, part.length, cache_memory)
+            for batches in _rounds(len(texts), size, sample_group.num_groups):
+                mine = batches[sample_group.number] if sample_group.number < len(batches) else []
+                chosen, num_texts = mine or [len(texts) - 1], sum(map(len, batches))  # all ranks run as many forwards
+                prompts_here = part.prompts[chosen].to(device)
+                written = run(generate, prompts_here, part.length, partial(tell, num_done, num_texts))
+                if mine and sample_group.rank == 0:
+                    texts[mine] = written.cpu()
+                num_done += num_texts * part.num_steps
+            windows[part.windows] = texts.view(len(part.windows), -1)[:, :sequence_length]
     reset_forward(bare)
+    return sum_together(comm, (samples, sequence_length), lambda words: words.copy_(windows))
 
-    def tell_windows(words: torch.Tensor) -> None:
-        words.copy_(written.view(samples, -1)[:, :sequence_length])
 
-    return sum_together(comm, (samples, sequence_length), tell_windows)
+@dataclass(frozen=True)
+class _Texts:
+    """Texts that are written together: from ``prompts`` (texts, tokens) to ``length`` tokens; they fill ``windows``."""
+
+    prompts: torch.Tensor
+    length: int
+    windows: list[int]
+
+    @property
+    def num_steps(self) -> int:
+        return self.length - self.prompts.shape[1]
+
+
+def _parts(
+    bare: nn.Module, tokenizer: Any, prompts: torch.Tensor | None, samples: int, length: int, seed: int
+) -> list[_Texts]:
+    """Return all texts of the windows, by how many tokens they begin with. Local."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    given = 0 if prompts is None else len(prompts)
+    found = [] if prompts is None else [_Texts(prompts.cpu(), length, list(range(given)))]
+    kinds = kinds_of(samples - given, BESIDE_A_TEXT if given else WITHOUT_A_TEXT, tokenizer)
+    opening = chat_opening(tokenizer) if "chats" in kinds else None
+    if opening is not None and len(opening) >= length:
+        kinds, opening = ["beginnings" if kind == "chats" else kind for kind in kinds], None
+    windows = {kind: [given + number for number, other in enumerate(kinds) if other == kind] for kind in {*kinds}}
+    for kind in ("tokens", "beginnings"):
+        if kind in windows:
+            num, of_text = texts_of(len(windows[kind]), length)
+            is_random = kind == "tokens"
+            firsts = (
+                random_tokens(bare, num, generator, tokenizer) if is_random else beginnings(tokenizer, num, generator)
+            )
+            found.append(_Texts(firsts, of_text, windows[kind]))
+    if opening is not None:
+        chats = torch.tensor([opening], dtype=torch.int64, device="cpu").repeat(len(windows["chats"]), 1)
+        found.append(_Texts(chats, length, windows["chats"]))
+    return found
 
 
 def texts_of(num_windows: int, sequence_length: int) -> tuple[int, int]:
@@ -173,28 +219,19 @@ def texts_of(num_windows: int, sequence_length: int) -> tuple[int, int]:
     return num_windows * num, -(-sequence_length // num)
 
 
-def _check(
-    bare: nn.Module,
-    samples: int,
-    sequence_length: int,
-    prompts: torch.Tensor | None,
-    temperature: float,
-    top_k: int,
-    seed: int,
-    cache_memory: int,
-) -> None:
+def _check(bare: nn.Module, numbers: dict[str, int], temperature: float, prompts: torch.Tensor | None) -> None:
     """Raise what :func:`own_words` says of its arguments. Local."""
-    numbers = {"samples": samples, "sequence_length": sequence_length, "top_k": top_k, "seed": seed}
-    for name, number in {**numbers, "cache_memory": cache_memory}.items():
+    for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int):
             raise TypeError(f"{name} must be an int, not {number!r}")
+    samples, sequence_length, top_k = (numbers[name] for name in ("samples", "sequence_length", "top_k"))
     if samples < 1 or top_k < 1 or not 0 < temperature < float("inf"):
         raise ValueError(f"{samples=}, {top_k=} and {temperature=}: each must be above 0, and finite")
     if prompts is not None:
         if not isinstance(prompts, torch.Tensor) or prompts.dtype != torch.int64:
             raise TypeError(f"prompts must be a tensor of int64, not {getattr(prompts, 'dtype', type(prompts))}")
-        if prompts.ndim != 2 or len(prompts) != samples or not prompts.shape[1]:
-            raise ValueError(f"prompts must be ({samples}, 1 or more tokens), not {tuple(prompts.shape)}")
+        if prompts.ndim != 2 or not 0 < len(prompts) <= samples or not prompts.shape[1]:
+            raise ValueError(f"prompts must be (at most {samples}, 1 or more tokens), not {tuple(prompts.shape)}")
     num_given = 1 if prompts is None else prompts.shape[1]
     if sequence_length <= num_given:
         raise ValueError(f"{sequence_length=} leaves nothing to write behind {num_given} given tokens")
@@ -227,32 +264,59 @@ def _gathered(model: nn.Module, most: int) -> Iterator[bool]:
 
 
 @contextmanager
-def _generating(model: nn.Module) -> Iterator[Callable[[torch.Tensor, int, TokenChoice], torch.Tensor]]:
+def _generating(
+    model: nn.Module, temperature: float, top_k: int, seeds: tuple[int, int]
+) -> Iterator[Callable[[torch.Tensor, int, Callable[[int], None]], torch.Tensor]]:
     """Yield what continues prompts (texts, k) to texts of a length; leave ``model`` as it was.
 
-    Nothing of the model's own generation settings acts (penalties, forced tokens, lengths, an end). Local.
+    Nothing of the model's own generation settings acts (penalties, forced tokens, lengths, an end). ``seeds``: the
+    seed of the call, and the number of the sample group. Local.
     """
     anything: Any = model
-    before = anything.generation_config
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    before, vocabulary = anything.generation_config, vocabulary_of(model)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    generator = torch.Generator(device).manual_seed(_seed_of(*seeds))
 
-    def generate(prompts: torch.Tensor, length: int, choice: TokenChoice) -> torch.Tensor:
+    def generate(prompts: torch.Tensor, length: int, tell: Callable[[int], None]) -> torch.Tensor:
+        are_numbers = torch.ones((), dtype=torch.bool, device=prompts.device)
+
+        def draw(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            """Leave one token of each text: what is greedy then takes it."""
+            nonlocal are_numbers
+            if isinstance(logits, DTensor) or logits.shape[-1] < vocabulary:
+                raise NotImplementedError(
+                    f"logits are cut: {tuple(logits.shape)} on this rank; let the tensor-parallel plan replicate them"
+                )
+            are_numbers = are_numbers & logits.amax().isfinite()  # NaN is the largest of all
+            values, tokens = logits.nan_to_num().topk(min(top_k, logits.shape[-1]))
+            places = torch.multinomial((values.float() / temperature).softmax(-1), 1, generator=generator)
+            tell(ids.shape[1] + 1 - prompts.shape[1])
+            return torch.full_like(logits, -torch.inf).scatter_(1, tokens.gather(1, places), 0.0)
+
         settings = type(before)(max_new_tokens=length - prompts.shape[1], do_sample=False, num_beams=1, use_cache=True)
-        found: torch.Tensor = anything.generate(
+        texts: torch.Tensor = anything.generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
             generation_config=settings,
-            logits_processor=[choice],
+            logits_processor=[draw],
             synced_gpus=False,  # all ranks take as many steps
         )
-        return found
+        if not are_numbers:
+            raise ValueError("the model's logits are NaN or Inf where it writes own words")
+        return texts
 
-    with torch.random.fork_rng(devices), evaluating(model), keeping_weights(model):
+    with evaluating(model), keeping_weights(model):
         try:
             anything.generation_config = type(before)()  # what ``settings`` leave open is taken from there
             yield generate
         finally:
             anything.generation_config = before
+
+
+def _seed_of(seed: int, number: int) -> int:
+    """Return a seed for sample group ``number``."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return int(torch.randint(1 << 62, (number + 1,), generator=generator, device="cpu")[number])
 
 
 def _rounds(num_texts: int, size: int, num_groups: int) -> Iterator[list[list[int]]]:
@@ -276,8 +340,8 @@ def _text_bytes(model: nn.Module, length: int) -> int:
     config = text_config(model)
 
     def size(*names: str) -> int | None:
-        found = [getattr(config, name, None) for name in names]
-        return next((of for of in found if isinstance(of, int) and of > 0), None)
+        sizes = [getattr(config, name, None) for name in names]
+        return next((size for size in sizes if isinstance(size, int) and size > 0), None)
 
     hidden, heads = size("hidden_size"), size("num_attention_heads")
     head_dim = size("head_dim") or (hidden // heads if hidden and heads else None)

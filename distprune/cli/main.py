@@ -59,8 +59,8 @@ def _kind_of_pruning(given: Mapping[str, Any]) -> str:
         if given.get("device") == "cuda":
             raise UsageError("--streamed runs on the CPU; leave out --device")
         return "--streamed"
-    by_weights = given.get("method", "magnitude") in ("magnitude", "random") and "calibration" not in given
-    return "" if by_weights else "--calibration"
+    calibrates = "calibration" in given or "own_words" in given
+    return "--calibration" if calibrates or given.get("method") not in (None, "magnitude", "random") else ""
 
 
 add_command(
@@ -98,7 +98,7 @@ add_command(
 add_command(
     app,
     "sample",
-    "Have MODEL write windows of tokens into the file --output, for --own-words-file. Start it as prune.",
+    "Have MODEL write windows of tokens into the file --output, for --own-words. Start it as prune.",
     {"": jobs.SampleJob},
     (
         "distprune sample llama --output words",

@@ -59,7 +59,7 @@ def sample_lines(sampled: Sampled, model: str) -> list[str]:
         *_memory_rows(sampled.peak_memory),
         ("output", str(sampled.path)),
     ]
-    words = ["prune", model, "--sparsity", "0.5", "--own-words-file", str(sampled.path), "--output", "pruned"]
+    words = ["prune", model, "--sparsity", "0.5", "--own-words", str(sampled.path), "--output", "pruned"]
     return [f"{Path(model).name}, own words written", *_laid_out(rows), *_command_row(words)]
 
 

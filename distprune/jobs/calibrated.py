@@ -14,19 +14,9 @@ from distprune.checkpoint.pretrained import load_tokenizer
 from distprune.collectives.agree import together
 from distprune.jobs.files import JobFiles, ResumableJob
 from distprune.jobs.options import CALIBRATION, METHOD, MOST, RUNNING, ask, asked, parse_samples
-from distprune.jobs.own_words import OWN_WORDS, WindowCounts, Windows, counts_of, load_windows
+from distprune.jobs.own_words import OWN_WORDS, WindowCounts, Windows, ask_words, counts_of, file_of, load_windows
 from distprune.jobs.run import Run
 from distprune.oneshot.recipe import TargetsOf
-
-
-def ask_words_file(panel: str) -> Any:
-    """Return the field for windows that were written before, in this ``panel``."""
-    return ask(
-        "Take own words from this file, which distprune sample has written, instead of writing them.",
-        default=None,
-        is_file=True,
-        panel=panel,
-    )
 
 
 @asked
@@ -51,16 +41,11 @@ class CalibratedJob(ResumableJob):
         panel=CALIBRATION,
     )
     sequence_length: int = ask("Tokens in each.", default=2048, least=1, most=MOST, panel=CALIBRATION)
-    own_words: int | None = ask(
-        "Windows that the model writes beside those of the text: half continue pieces of the text, half begin with "
-        f"random tokens ({OWN_WORDS} with admm and shrink, else none; with --own-words-file as many as it holds).",
-        default=None,
-        least=0,
-        most=MOST,
-        needs=("calibration",),
-        panel=CALIBRATION,
+    own_words: int | str | None = ask_words(
+        "Windows that the model writes beside those of the text: a third continue pieces of the text, the others begin "
+        f"as documents of many kinds do, and as chats ({OWN_WORDS} with admm and shrink, else none).",
+        CALIBRATION,
     )
-    own_words_file: str | None = ask_words_file(CALIBRATION)
     targets: TargetsOf | None = ask(
         "Aim at each layer's own output, or at the dense model's (the default of admm and of obs).",
         default=None,
@@ -82,14 +67,12 @@ class CalibratedJob(ResumableJob):
     @override
     def check_asked(self) -> None:
         super().check_asked()
-        if self.calibration == SELF and self.own_words is not None:
+        if self.calibration == SELF and isinstance(self.own_words, int):
             raise ValueError(
                 f"own_words={self.own_words} (--own-words) is beside a text; with calibration={SELF!r} the model "
                 "writes all windows, and samples (--samples) says how many"
             )
-        if self.calibration != SELF and self.own_words == 0 and self.own_words_file is not None:
-            raise ValueError(f"own_words=0 (--own-words 0) takes none of {self.own_words_file}; leave one of them out")
-        if self.own_words_file is None:
+        if file_of(self.own_words) is None:
             counts = self.counts(num_text=self.samples or 1)
             if self.sequence_length < 2 and counts.total > counts.text:
                 raise ValueError(
@@ -99,16 +82,17 @@ class CalibratedJob(ResumableJob):
 
     @override
     def inputs(self) -> list[str]:
-        files = [self.own_words_file, None if self.calibration == SELF else self.calibration]
+        files = [file_of(self.own_words), None if self.calibration == SELF else self.calibration]
         return [*super().inputs(), *(path for path in files if path is not None)]
 
     def counts(self, num_text: int, num_in_file: int | None = None) -> WindowCounts:
         """Return how many windows there are of each kind. Local; raises as :func:`counts_of`."""
-        wanted = self.own_words_or_default()
+        words = self.own_words_or_default()
+        wanted = words if isinstance(words, int) else None
         return counts_of(self.calibration, self.samples, wanted, num_text=num_text, num_in_file=num_in_file)
 
-    def own_words_or_default(self) -> int | None:
-        """Return how many windows the model writes beside a text; ``None``: as :func:`counts_of` says. Local."""
+    def own_words_or_default(self) -> int | str | None:
+        """Return what is to stand in ``own_words``; ``None``: as :func:`counts_of` says. Local."""
         return self.own_words
 
 
@@ -140,9 +124,8 @@ def load_calibrated(run: Run, job: CalibratedJob) -> Calibrated:
         model,
         tokenizer,
         calibration=job.calibration,
-        words_file=job.own_words_file,
         num_samples=job.samples,
-        num_own=job.own_words_or_default(),
+        words=job.own_words_or_default(),
         length=job.sequence_length,
         seed=job.seed,
     )

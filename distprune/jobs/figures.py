@@ -142,8 +142,8 @@ def _trained_on(asked: Mapping[str, Any]) -> str:
     """Return where the windows that were trained on came from, in words."""
     if asked["data"] != SELF:
         return Path(asked["data"]).name
-    file = asked["own_words_file"]
-    return "what the teacher wrote; no text" if file is None else f"own words, {Path(file).name}; no text"
+    words = asked["own_words"]
+    return f"own words, {Path(words).name}; no text" if isinstance(words, str) else "what the teacher wrote; no text"
 
 
 def _windows(work: Walked, asked: Mapping[str, Any]) -> str:

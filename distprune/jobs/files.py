@@ -39,28 +39,24 @@ _AT_FAULT = (ValueError, TypeError, NotImplementedError)  # the input is: a job 
 class JobFiles:
     """The ``folder`` of an unfinished job; its records are the same on every rank, and the first one writes them.
 
-    ``result``: the directory that becomes the output. ``sync``: wait for the disk.
+    ``result``: the directory that becomes the output. ``records``: what is recorded, by name. ``sync``: wait for the
+    disk.
     """
 
     def __init__(self, comm: Communicator, folder: Path, records: Mapping[str, Any], *, sync: bool = True) -> None:
         self.comm, self.folder, self.result, self.sync = comm, folder, folder / RESULT_NAME, sync
-        self._records = dict(records)
-
-    @property
-    def is_begun(self) -> bool:
-        """Whether anything is recorded."""
-        return bool(self._records)
+        self.records = dict(records)
 
     def known(self, name: str) -> Any:
         """Return what is recorded under ``name``; ``None``: nothing is. Local."""
-        return self._records.get(name)
+        return self.records.get(name)
 
     def record(self, name: str, value: Any) -> None:
         """Record ``value``, which JSON carries, under ``name``. Every rank must call it, with the same. Local."""
         content = json.dumps({"value": value})
         if self.comm.rank == 0:
             write_whole(self.folder / f"{name}.json", content.encode(), sync=self.sync)
-        self._records[name] = json.loads(content)["value"]
+        self.records[name] = json.loads(content)["value"]
 
     def recall(self, name: str, make: Callable[[], Any]) -> Any:
         """Return what is recorded under ``name``, or what ``make`` returns, which is recorded then.
@@ -71,11 +67,11 @@ class JobFiles:
         Raises:
             OSError: on every rank: the disk is full or not writable.
         """
-        if name not in self._records:
+        if name not in self.records:
             value = make()
             with together(self.comm):
                 self.record(name, value)
-        return self._records[name]
+        return self.records[name]
 
 
 @asked
@@ -131,7 +127,7 @@ def open_files(run: Run, job: ResumableJob, *, sync: bool = True) -> Iterator[Jo
         yield files
     except BaseException as error:  # also Ctrl-C and SIGTERM
         is_input = isinstance(error, _AT_FAULT) and is_expected(error) and not was_begun
-        if files.known(STATE) is not None if is_input else files.is_begun:
+        if files.known(STATE) is not None if is_input else bool(files.records):
             if "resume=" not in str(error):
                 run.reporter.say(f"what is done is kept in {folder}; resume=True (--resume) goes on with it")
         elif isinstance(error, Exception) and comm.rank == 0:

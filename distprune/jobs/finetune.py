@@ -22,11 +22,10 @@ from distprune.checkpoint.output_lock import remove_tree
 from distprune.checkpoint.pretrained import load_tokenizer
 from distprune.checkpoint.shared_reading import open_together
 from distprune.collectives.agree import sum_together, together
-from distprune.jobs.calibrated import ask_words_file
 from distprune.jobs.files import STATE, JobFiles, ResumableJob, open_files
 from distprune.jobs.masked_training import MaskedTraining
 from distprune.jobs.options import MOST, RUNNING, TRAINING, ask, asked
-from distprune.jobs.own_words import Windows, load_windows
+from distprune.jobs.own_words import Windows, ask_words, file_of, load_windows
 from distprune.jobs.report import JobReport, Trained
 from distprune.jobs.run import Device, Run, clock
 from distprune.jobs.watcher import Watcher
@@ -54,14 +53,9 @@ class FinetuneJob(ResumableJob):
         metavar="PATH|self",
         panel=TRAINING,
     )
-    samples: int | None = ask(
-        f"Without a text: windows that the teacher writes ({_NUM_WINDOWS}; of --own-words-file all).",
-        default=None,
-        least=1,
-        most=MOST,
-        panel=TRAINING,
+    own_words: int | str | None = ask_words(
+        f"Without a text: windows that the teacher writes ({_NUM_WINDOWS}).", TRAINING
     )
-    own_words_file: str | None = ask_words_file(TRAINING)
     steps: int | None = ask("How many steps to do; or else --minutes.", default=None, least=1, panel=TRAINING)
     minutes: float | None = ask(
         "How long to train, without the time to load, evaluate and write; or else --steps.",
@@ -88,17 +82,16 @@ class FinetuneJob(ResumableJob):
         if (self.steps is None) == (self.minutes is None):
             both = "" if self.steps is None else f", not both {self.steps} and {self.minutes}"
             raise ValueError(f"give steps (--steps) or minutes (--minutes){both}")
-        if self.data == SELF and self.teacher is None and self.own_words_file is None:
-            raise ValueError("give data (--data), or a teacher (--teacher), which writes it and is learned from")
-        if self.data != SELF and (self.samples is not None or self.own_words_file is not None):
-            raise ValueError(
-                "samples (--samples) and own_words_file (--own-words-file) are of a teacher's own words, not of "
-                f"data={self.data!r}"
-            )
+        if self.data == SELF and self.teacher is None and file_of(self.own_words) is None:
+            raise ValueError("give data (--data) to train on, or a teacher (--teacher), which writes it")
+        if self.data != SELF and self.own_words is not None:
+            raise ValueError(f"own_words={self.own_words!r} (--own-words) are a teacher's, not of data={self.data!r}")
+        if self.data == SELF and self.own_words == 0:
+            raise ValueError("own_words=0 (--own-words 0) leaves nothing to train on")
 
     @override
     def inputs(self) -> list[str]:
-        files = [None if self.data == SELF else self.data, self.teacher, self.own_words_file]
+        files = [None if self.data == SELF else self.data, self.teacher, file_of(self.own_words)]
         return [*super().inputs(), *(path for path in files if path is not None)]
 
     def share(self, num_steps: int, seconds: float) -> float:
@@ -208,15 +201,13 @@ def _checked(run: Run, text: Batches, models: Sequence[nn.Module]) -> Batches:
 
 def _load_windows(job: FinetuneJob, run: Run, model: nn.Module, tokenizer: Any) -> Windows:
     """Return the windows of a file, or how many the teacher is to write. Every rank must call it."""
-    is_written = job.own_words_file is None and job.samples is None
     return load_windows(
         run,
         model,
         tokenizer,
         calibration=SELF,
-        words_file=job.own_words_file,
-        num_samples=_NUM_WINDOWS if is_written else job.samples,
-        num_own=None,
+        num_samples=job.own_words if isinstance(job.own_words, int) else _NUM_WINDOWS,
+        words=file_of(job.own_words),
         length=job.sequence_length,
         seed=job.seed,
     )

@@ -104,5 +104,5 @@ def _command(job: Job, verb: str, model: str) -> str:
         for each in value if isinstance(value, tuple) else [] if value is None or value is False else [value]:
             words.append(option.flag)
             if each is not True:
-                words.append(Path(each).name if option.is_file else str(each).removeprefix("torch."))
+                words.append(Path(str(each)).name if option.is_file else str(each).removeprefix("torch."))
     return shlex.join([*words, "--output", Path(job.output).name])

@@ -72,10 +72,9 @@ class OneShotJob(PruningJob, CalibratedJob):
         self.allocation_or_default()
 
     @override
-    def own_words_or_default(self) -> int | None:
+    def own_words_or_default(self) -> int | str | None:
         # The others are by default as their papers have them.
-        is_of_method = self.method == "admm" or self.own_words_file is not None
-        return 0 if self.own_words is None and not is_of_method else self.own_words
+        return 0 if self.own_words is None and self.method != "admm" else self.own_words
 
     def recipe(self) -> Recipe:
         """Return what decides the result of the walk, resolved. Local; raises as :meth:`Recipe.resolved` does."""

@@ -49,10 +49,14 @@ class Option:
         values = self.choices.values()
         if values and value not in (self.default, *values):
             raise ValueError(f"{name} ({self.flag}) takes {', '.join(map(repr, values))}, not {value!r}")
-        is_within = value is None or (
-            (self.above is None or self.above < value < inf)
-            and (self.least is None or value >= self.least)
-            and (self.most is None or value <= self.most)
+        is_within = (
+            value is None
+            or isinstance(value, str)
+            or (
+                (self.above is None or self.above < value < inf)
+                and (self.least is None or value >= self.least)
+                and (self.most is None or value <= self.most)
+            )
         )
         if not is_within:
             limits = {"above": self.above, "at least": self.least, "at most": self.most}

@@ -5,7 +5,7 @@ What the model wrote lies beside what else an unfinished job has done: a job tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,15 +15,35 @@ import torch
 from torch import nn
 
 from distprune.calibration.data import check_fit, load_samples, token_digest
-from distprune.calibration.own_words import SELF, own_words, texts_of
+from distprune.calibration.own_words import SELF, own_words
 from distprune.collectives.agree import agree, together
 from distprune.jobs.files import JobFiles
+from distprune.jobs.options import MOST, ask
 from distprune.jobs.run import Run, clock
 from distprune.jobs.words_file import about_tokenizer, read_words, write_words
 
 OWN_WORDS = 96  # windows beside those of a text, of a method that has them by default
 _WORDS = "own_words"  # a record, and the file of the windows
-PROMPT = 32  # tokens of the text that a window continues, or a quarter of a short window
+_PROMPT = 32  # tokens of the text that a window continues, or a quarter of a short window
+
+
+def ask_words(help: str, panel: str) -> Any:
+    """Return the field for windows that the model writes, how many, or that are in a file."""
+    return ask(
+        f"{help} Or a file that distprune sample has written: all windows in it.",
+        default=None,
+        parse=lambda text: int(text) if text.isdecimal() else text,
+        metavar="N|FILE",
+        least=0,
+        most=MOST,
+        is_file=True,
+        panel=panel,
+    )
+
+
+def file_of(words: int | str | None) -> str | None:
+    """Return the file of own words, if they are in one."""
+    return words if isinstance(words, str) else None
 
 
 @dataclass(frozen=True)
@@ -44,25 +64,21 @@ def counts_of(
 ) -> WindowCounts:
     """Return how many windows a job has: ``num_samples`` of the text, or without a text in all. Local.
 
-    ``num_own``: what the model writes beside a text; ``None``: 96 windows. ``num_text``: the windows of the text that
-    are there. ``num_in_file``: those that were written before; ``None``: none were.
+    ``num_own``: what the model writes beside a text, a third of it continuing that; ``None``: 96 windows. ``num_text``:
+    the windows of the text that are there. ``num_in_file``: those that were written before; ``None``: none were.
 
     Raises:
-        ValueError: more are wanted than there are, or it is not said how many.
+        ValueError: it is not said how many.
     """
     has_text = calibration != SELF
-    num_text = num_text if has_text else 0
-    wanted = num_own if has_text else num_samples
     if num_in_file is not None:
-        if wanted is not None and wanted > num_in_file:
-            raise ValueError(f"{wanted} own windows are wanted, and the file holds {num_in_file}")
-        return WindowCounts(text=num_text, own=num_in_file if wanted is None else wanted)
-    if not has_text:
-        if wanted is None:
-            raise ValueError("a model has no end of windows to write; say how many: samples=..., such as 128")
-        return WindowCounts(own=wanted)
-    wanted = OWN_WORDS if wanted is None else wanted
-    return WindowCounts(num_text, wanted // 2, wanted - wanted // 2)
+        return WindowCounts(text=num_text if has_text else 0, own=num_in_file)
+    if has_text:
+        num_own = OWN_WORDS if num_own is None else num_own
+        return WindowCounts(num_text, num_own // 3, num_own - num_own // 3)
+    if num_samples is None:
+        raise ValueError("a model has no end of windows to write; say how many (--samples), such as 128")
+    return WindowCounts(own=num_samples)
 
 
 @dataclass(frozen=True)
@@ -83,20 +99,43 @@ class Windows:
         return torch.zeros(self.counts.total, self.length, dtype=torch.int64, device="cpu")
 
     def samples(self, run: Run, model: nn.Module, tokenizer: Any, seed: int, files: JobFiles) -> torch.Tensor:
-        """Return all windows, (counts.total, length), the kinds evenly mixed; have ``model`` write what is missing.
+        """Return all windows, (counts.total, length), those of the text and others evenly mixed.
 
-        Every rank must call it. Communicates and raises as :func:`kept_words`; one round of 64 bytes more.
+        What is missing ``model`` writes, or has written before: it is kept in ``files``. Every rank must call it: what
+        :func:`own_words` communicates, and three rounds of 64 bytes.
+
+        Raises:
+            OSError: on every rank: the disk is full or not writable.
+            ValueError: on every rank: the file of what was kept is damaged; or as :func:`own_words` raises.
         """
-        kinds = [] if self.text is None else [self.text]
-        num_continuing, num_own = self.counts.continuing, self.counts.own
-        if self.own is not None:
-            kinds.append(self.own)
-        elif num_continuing + num_own:
-            write = partial(write_own_words, run, model, tokenizer, self.prompts, num_own, self.length, seed)
-            written = kept_words(run, files, write)
-            kinds += [part for part in (written[:num_continuing], written[num_continuing:]) if len(part)]
+        own, path = self.own, files.folder / f"{_WORDS}.tokens"
+        if own is None and files.known(_WORDS) is not None:
+            with together(run.comm):
+                own = read_words(path)[0]
+        elif own is None and self.counts.total > self.counts.text:
+            own = self._write(run, model, tokenizer, seed)
+            with together(run.comm):
+                if run.comm.rank == 0:
+                    write_words(path, own, {}, sync=files.sync)
+                files.record(_WORDS, len(own))
         with together(run.comm):
-            return mixed(kinds)
+            num = self.counts.continuing
+            kinds = [self.text] if own is None else [self.text, own[:num], own[num:]]
+            return mixed([windows for windows in kinds if windows is not None and len(windows)])
+
+    def _write(self, run: Run, model: nn.Module, tokenizer: Any, seed: int) -> torch.Tensor:
+        num = self.counts.total - self.counts.text
+        with clock(run.seconds, "write words"), run.reporter.stage("writing own words", "tokens") as progress:
+            return own_words(
+                model,
+                num,
+                self.length,
+                tokenizer=tokenizer,
+                prompts=self.prompts,
+                seed=seed,
+                group=run.comm,
+                progress=progress,
+            )
 
 
 def load_windows(
@@ -105,9 +144,8 @@ def load_windows(
     tokenizer: Any,
     *,
     calibration: str,
-    words_file: str | None,
     num_samples: int | None,
-    num_own: int | None,
+    words: int | str | None,
     length: int,
     seed: int,
 ) -> Windows:
@@ -116,25 +154,24 @@ def load_windows(
     Raises:
         ValueError, OSError: on every rank: as :func:`load_samples` and :func:`read_words`, or too few windows.
     """
-    text = pieces = prompts = own = None
+    text = prompts = own = None
     load = partial(load_samples, tokenizer, calibration, model, seed=seed, group=run.comm)
     if calibration != SELF:
         text = load(num_samples=num_samples, sequence_length=length)
     with together(run.comm):
-        if words_file is not None:
-            own = _fitting(words_file, model, tokenizer, length)
-        num_text, num_in_file = (None if of is None else len(of) for of in (text, own))
-        counts = counts_of(calibration, num_samples, num_own, num_text=num_text or 0, num_in_file=num_in_file)
-        own = None if own is None else own[: counts.own]
+        if isinstance(words, str):
+            own = _fitting(words, model, tokenizer, length)
+        num_text, num_in_file = 0 if text is None else len(text), None if own is None else len(own)
+        num_own = None if isinstance(words, str) else words
+        counts = counts_of(calibration, num_samples, num_own, num_text=num_text, num_in_file=num_in_file)
     if text is not None and counts.continuing:
-        num_tokens = min(PROMPT, max(length // 4, 1))
+        num_tokens = min(_PROMPT, max(length // 4, 1))
         num_there = len(text) * (length // num_tokens)  # at least
         pieces = load(num_samples=min(counts.continuing, num_there), sequence_length=num_tokens)
+        prompts = pieces[torch.arange(counts.continuing, device="cpu") % len(pieces)]
     with together(run.comm):
-        if pieces is not None:
-            prompts = pieces[torch.arange(counts.continuing, device="cpu") % len(pieces)]
         read = {"calibration tokens": text, "own words of the file": own, "tokens to continue": prompts}
-        run.read |= {what: token_digest(of) for what, of in read.items() if of is not None}
+        run.read |= {what: token_digest(windows) for what, windows in read.items() if windows is not None}
     agree(run.comm, {"own words": run.read.get("own words of the file")})
     return Windows(counts, length, text, prompts, own)
 
@@ -153,66 +190,9 @@ def _fitting(path: str, model: nn.Module, tokenizer: Any, length: int) -> torch.
     return own[:, :length].contiguous()
 
 
-def write_own_words(
-    run: Run,
-    model: nn.Module,
-    tokenizer: Any,
-    prompts: torch.Tensor | None,
-    num_own: int,
-    length: int,
-    seed: int,
-) -> torch.Tensor:
-    """Have ``model`` write: what continues each of ``prompts``, and ``num_own`` windows of texts from one token each.
-
-    Every rank must call it: as :func:`own_words`, which raises.
-    """
-    # What windows begin with, how many, a seed, and their texts: how many, and of how many tokens.
-    kinds: list[tuple[torch.Tensor | None, int, int, tuple[int, int]]] = []
-    if prompts is not None:
-        kinds.append((prompts, len(prompts), ~seed, (len(prompts), length)))  # other draws than the others'
-    if num_own:
-        kinds.append((None, num_own, seed, texts_of(num_own, length)))
-    to_write = [texts * (of_text - (1 if given is None else given.shape[1])) for given, *_, (texts, of_text) in kinds]
-    parts, done = list[torch.Tensor](), 0
-    with clock(run.seconds, "write words"), run.reporter.stage("writing own words", "tokens") as progress:
-        for (given, num, own_seed, _), tokens in zip(kinds, to_write, strict=True):
-            tell = partial(_tell, progress, done, sum(to_write))
-            parts.append(
-                own_words(
-                    model, num, length, prompts=given, seed=own_seed, tokenizer=tokenizer, group=run.comm, progress=tell
-                )
-            )
-            done += tokens
-    with together(run.comm):
-        return torch.cat(parts)
-
-
-def _tell(progress: Callable[[int, int], None], before: int, total: int, done: int, _: int) -> None:
-    progress(before + done, total)
-
-
-def kept_words(run: Run, files: JobFiles, write: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return the windows that an unfinished job has kept, or what ``write`` returns, and keep that.
-
-    Every rank must call it: what ``write`` communicates, and a round of 64 bytes.
-
-    Raises:
-        OSError: on every rank: the disk is full or not writable.
-        ValueError: on every rank: the file of what was kept is damaged.
-    """
-    path = files.folder / f"{_WORDS}.tokens"
-    if files.known(_WORDS) is not None:
-        with together(run.comm):
-            return read_words(path)[0]
-    words = write()
-    with together(run.comm):
-        if run.comm.rank == 0:
-            write_words(path, words, {}, sync=files.sync)
-        files.record(_WORDS, len(words))
-    return words
-
-
 def mixed(kinds: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the windows of all ``kinds``, so mixed that consecutive ones hold all kinds in proportion. Local."""
-    order = sorted(((i + 0.5) / len(of), kind, i) for kind, of in enumerate(kinds) for i in range(len(of)))
+    order = sorted(
+        ((i + 0.5) / len(windows), kind, i) for kind, windows in enumerate(kinds) for i in range(len(windows))
+    )
     return torch.stack([kinds[kind][i] for _, kind, i in order])

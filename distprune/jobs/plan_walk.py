@@ -20,6 +20,7 @@ from distprune.collectives.communicator import communicator
 from distprune.formatting import one_line
 from distprune.jobs.one_shot import OneShotJob
 from distprune.jobs.options import PLAN, ask, asked as asked_of
+from distprune.jobs.own_words import file_of
 from distprune.jobs.run import Device
 from distprune.jobs.watcher import Reporter, Watcher
 from distprune.jobs.words_file import read_words
@@ -85,7 +86,7 @@ def run_plan_job(
         )
         num_text = len(samples)
     with together(comm):
-        words_file = job.own_words_file
+        words_file = file_of(job.own_words)
         num_in_file = None if words_file is None else len(read_words(Path(words_file))[0])
         num_windows, num_ranks = job.counts(num_text, num_in_file).total, job.ranks or comm.size
         return PlannedWalk(path, num_ranks, num_windows, job.memory(model, num_windows, num_ranks))

@@ -1,7 +1,8 @@
-"""What a model writes follows from the seed, the window and the position, on any number of ranks."""
+"""What a model writes: by the model's own distribution, of several kinds, and the same by the same ranks."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,13 @@ from torch.distributed.fsdp import fully_shard
 from transformers import T5Config, T5ForConditionalGeneration
 
 from distprune import allocate, own_words, prune_blocks, shrink_model
+from distprune.calibration.openings import BEGINNINGS, beginnings, chat_opening, kinds_of
 from distprune.calibration.own_words import texts_of
-from distprune.calibration.token_choice import choose, draw
+from distprune.checkpoint.hf_load import load_model
+from distprune.checkpoint.pretrained import load_tokenizer
 from distprune.models.decoder_blocks import decoder_blocks
 from tests.architectures import ONE_SHOT_ARCHITECTURES, VOCABULARY, samples, tiny_model
+from tests.hf_models import make_model, make_tokenizer
 from tests.oneshot.test_tensor_parallel import parallelized
 from tests.worlds import ProcessPool, run_threads
 
@@ -25,18 +29,14 @@ OTHERS = {  # states instead of keys and values; a window of attention
     "rwkv": {"hidden_size": 24, "num_hidden_layers": 2, "attention_hidden_size": 24, "intermediate_size": 40},
     "gemma2": {**ONE_SHOT_ARCHITECTURES["gemma"], "sliding_window": 4},
 }
+CHAT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
 
 
-def by_hand(model: nn.Module, windows: torch.Tensor, num_given: int, seed: int, top_k: int) -> torch.Tensor:
-    """Return the tokens that a forward without a cache says for each position of ``windows``."""
+def likeliest(model: nn.Module, windows: torch.Tensor, num_given: int) -> torch.Tensor:
+    """Return the likeliest token for each position of ``windows``, by a forward without a cache."""
     with torch.no_grad():
         logits = model(input_ids=windows, use_cache=False).logits.float()
-    expected = windows.clone()
-    for position in range(num_given, windows.shape[1]):
-        at = [[draw(seed, window, position)] for window in range(len(windows))]
-        tokens, _ = choose(logits[:, position - 1], torch.tensor(at, dtype=torch.float64), 1.0, top_k)
-        expected[:, position] = tokens[:, 0]
-    return expected
+    return torch.cat([windows[:, :num_given], logits[:, num_given - 1 : -1].argmax(-1)], dim=1)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mixtral", *OTHERS])
@@ -45,61 +45,73 @@ def test_is_what_a_forward_without_a_cache_says(architecture: str) -> None:
     model: Any = tiny_model(architecture, **OTHERS.get(architecture, {})).train()
     settings, state = model.generation_config, torch.get_rng_state()
     settings.repetition_penalty, settings.max_length, settings.eos_token_id = 5.0, 3, [5, 6, 7, 8, 9]
-    found = own_words(model, 3, 10, seed=4, top_k=20)
-    assert found.dtype == torch.int64
-    assert found.shape == (3, 10)
+    words = own_words(model, 3, 10, seed=4, top_k=1)
+    assert (words.dtype, words.shape) == (torch.int64, (3, 10))
     assert all(module.training for module in model.modules())
     assert model.generation_config is settings
     assert torch.equal(torch.get_rng_state(), state)
     if architecture != "rwkv":  # which in evaluation mode divides its weights
         model.eval()
-    assert torch.equal(found, by_hand(model, found, 1, 4, 20))
+    assert torch.equal(words, likeliest(model, words, 1))
 
 
-def test_windows_of_one_batch_are_as_each_by_itself() -> None:
-    model = tiny_model("llama").double()
-    at_once = own_words(model, 5, 12)
-    assert torch.equal(own_words(model, 5, 12, cache_memory=1), at_once)
-    assert torch.equal(own_words(model, 3, 12), at_once[:3])
-    assert not torch.equal(own_words(model, 5, 12, seed=1), at_once)
-    assert (own_words(model, 200, 2)[:, 0] > 2).all()  # 0, 1 and 2 are special
+def test_tokens_are_drawn_by_their_probability() -> None:
+    model: Any = tiny_model("llama")
+    wanted = torch.full((VOCABULARY,), -torch.inf)
+    wanted[3:7] = torch.tensor([0.05, 0.5, 0.15, 0.3]).log()
+    model.lm_head.register_forward_hook(lambda _, __, logits: wanted.expand_as(logits))
+    for temperature, top_k, shares in (
+        (1.0, 9, [0.05, 0.5, 0.15, 0.3]),
+        (1.0, 2, [0.0, 0.625, 0.0, 0.375]),
+        (0.5, 4, [0.007, 0.685, 0.061, 0.247]),  # squares
+    ):
+        words = own_words(model, 100, 21, temperature=temperature, top_k=top_k)[:, 1:]
+        found = torch.bincount(words.flatten(), minlength=VOCABULARY)[3:7] / words.numel()
+        assert found.tolist() == pytest.approx(shares, abs=0.04)
+
+
+def test_the_seed_decides() -> None:
+    model, told = tiny_model("llama"), list[tuple[int, int]]()
+    words = own_words(model, 5, 12, seed=3)
+    assert torch.equal(own_words(model, 5, 12, seed=3), words)
+    assert not torch.equal(own_words(model, 5, 12, seed=-4), words)
+    prompts = samples(3, 7)
+    words = own_words(model, 4, 10, prompts=prompts, progress=lambda *done: told.append(done), cache_memory=1)
+    assert torch.equal(words[:3, :7], prompts)
+    assert told == [(i, 18) for i in range(1, 19)]
 
 
 @pytest.mark.parametrize(("length", "num_texts"), [(63, 1), (64, 2), (130, 4), (256, 4)])
 def test_windows_hold_texts_that_know_nothing_of_each_other(length: int, num_texts: int) -> None:
-    model, told = tiny_model("llama").double(), list[tuple[int, int]]()
-    each = -(-length // num_texts)
-    assert texts_of(2, length) == (2 * num_texts, each)
-    found = own_words(model, 2, length, progress=lambda *done: told.append(done))
-    assert found.shape == (2, length)
-    starts = found[:, ::each].flatten()
-    wanted = own_words(model, len(starts), each, prompts=starts[:, None])
-    assert torch.equal(found, wanted.view(2, -1)[:, :length])
-    assert told[-1] == (2 * num_texts * (each - 1),) * 2
+    model, size = tiny_model("llama"), -(-length // num_texts)
+    assert texts_of(2, length) == (2 * num_texts, size)
+    words = own_words(model, 2, length, top_k=1)
+    for text in torch.split(words, size, dim=1):
+        assert torch.equal(text, likeliest(model, text, 1))
+    assert (own_words(model, 200, 2)[:, 0] > 2).all()  # 0, 1 and 2 are special
 
 
-def test_continues_prompts_and_tells_how_far_it_is() -> None:
-    model, prompts, told = tiny_model("llama"), samples(3, 7), list[tuple[int, int]]()
-    found = own_words(model, 3, 10, prompts=prompts, progress=lambda *done: told.append(done), cache_memory=1)
-    assert torch.equal(found[:, :7], prompts)
-    assert torch.equal(found, by_hand(model, found, 7, 0, 1000))
-    assert told == [(i, 9) for i in range(1, 10)]
-
-
-def test_tokens_are_drawn_by_their_probability() -> None:
-    probabilities = torch.tensor([0.05, 0.5, 0.15, 0.3], dtype=torch.float64)
-    at = (torch.arange(1000, dtype=torch.float64)[:, None] + 0.5) / 1000
-    for temperature, top_k, wanted in (
-        (1.0, 9, [50, 500, 150, 300]),
-        (1.0, 2, [0, 625, 0, 375]),
-        (0.5, 4, [7, 685, 61, 247]),  # squares
-    ):
-        tokens, _ = choose(probabilities.log().expand(1000, 4), at, temperature, top_k)
-        assert torch.bincount(tokens[:, 0], minlength=4).tolist() == wanted
-    equal, _ = choose(torch.zeros(2, 4), torch.tensor([[0.0], [0.999]], dtype=torch.float64), 1.0, 4)
-    assert equal.tolist() == [[0], [3]]  # of equal ones the lower number first
-    drawn = torch.tensor([draw(0, window, 1) for window in range(4000)], dtype=torch.float64)
-    assert torch.histc(drawn, 4, 0, 1).sub(1000).abs().max() < 120
+def test_kinds_of_windows(tmp_path: Path) -> None:
+    make_tokenizer(make_model(tmp_path / "model"))
+    tokenizer: Any = load_tokenizer(tmp_path / "model")
+    assert kinds_of(3, ("tokens", "beginnings", "chats"), None) == ["tokens"] * 3
+    assert kinds_of(3, ("tokens", "beginnings", "chats"), tokenizer) == ["tokens", "beginnings", "beginnings"]
+    assert chat_opening(tokenizer) is None
+    tokenizer.chat_template = CHAT
+    opening = chat_opening(tokenizer) or []
+    assert opening == tokenizer("<|user|>", add_special_tokens=False)["input_ids"]
+    assert kinds_of(3, ("beginnings", "chats"), tokenizer) == ["beginnings", "chats", "beginnings"]
+    firsts = beginnings(tokenizer, 96, torch.Generator())
+    known = [tokenizer(text.rstrip(" "))["input_ids"][0] for text in BEGINNINGS]
+    assert sorted(firsts[:, 0].tolist()) == sorted(known * 2)
+    model = load_model(tmp_path / "model")
+    prompts = torch.full((2, 4), 5)
+    words = own_words(model, 8, 32, tokenizer=tokenizer, prompts=prompts)
+    assert torch.equal(words[:2, :4], prompts)
+    assert set(words[2::2, 0].tolist()) <= set(known)
+    assert torch.equal(words[3::2, : len(opening)], torch.tensor([opening]).repeat(3, 1))
+    words = own_words(model, 300, 9, tokenizer=tokenizer)  # a chat needs more room than its opening
+    assert set(words[::3, 0].tolist()) == {*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids} - {0, 1, 2}
 
 
 def sharded(architecture: str, layout: str, **changes: Any) -> nn.Module:
@@ -117,21 +129,25 @@ def sharded(architecture: str, layout: str, **changes: Any) -> nn.Module:
 def written_on_rank(_: int, architecture: str, layout: str) -> list[torch.Tensor]:
     model = sharded(architecture, layout, num_key_value_heads=2)
     first = next(model.parameters())
-    # Together; and one at a time, gathered block by block.
-    found = [own_words(model, 5, 8), own_words(model, 5, 8, cache_memory=1)]
-    assert torch.equal(own_words(model, 1, 8), found[0][:1])  # the other rank has nothing to do
+    # Together; and one at a time, gathered block by block; and where the other rank has nothing to do.
+    words = [own_words(model, 5, 8, top_k=1), own_words(model, 5, 8, top_k=1, cache_memory=1)]
+    words += [own_words(model, 1, 8, top_k=1), own_words(model, 5, 8), own_words(model, 5, 8)]
     assert next(model.parameters()) is first
-    return found
+    return words
 
 
 @pytest.mark.parametrize(
     ("architecture", "layout"),
     [("llama", "copies"), ("llama", "FSDP2"), ("mixtral", "FSDP2"), ("llama", "tensor parallel")],
 )
-def test_same_on_two_ranks(pool: ProcessPool, architecture: str, layout: str) -> None:
-    wanted = own_words(tiny_model(architecture, num_key_value_heads=2), 5, 8)
-    for found in pool.run(2, written_on_rank, architecture, layout):
-        assert all(torch.equal(words, wanted) for words in found)
+def test_over_ranks(pool: ProcessPool, architecture: str, layout: str) -> None:
+    model = tiny_model(architecture, num_key_value_heads=2)
+    both = pool.run(2, written_on_rank, architecture, layout)
+    assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
+    *greedy, drawn, again = both[0]
+    assert all(torch.equal(words, likeliest(model, words, 1)) for words in greedy)
+    assert torch.equal(drawn, again)
+    assert len({tuple(text) for text in drawn[:, 1:].tolist()}) == 5  # each rank has draws of its own
 
 
 def failing_on_rank(rank: int, where: str) -> torch.Tensor:
@@ -154,7 +170,7 @@ def failing_on_rank(rank: int, where: str) -> torch.Tensor:
     ("where", "message"),
     [
         ("forward", "division by zero"),
-        ("logits", "NaN or Inf where it writes text 1"),
+        ("logits", "NaN or Inf where it writes own words"),
         ("progress", "boom 8"),
         ("seed", "different arguments: asked"),
     ],
@@ -196,7 +212,7 @@ def test_what_cannot_write_is_refused() -> None:
         ({"sequence_length": 1}, "leaves nothing to write behind 1 given"),
         ({"samples": 0}, "samples=0"),
         ({"temperature": 0.0}, "temperature=0.0"),
-        ({"prompts": samples(3, 2)}, r"must be \(2, 1 or more tokens\), not \(3, 2\)"),
+        ({"prompts": samples(3, 2)}, r"must be \(at most 2, 1 or more tokens\), not \(3, 2\)"),
         ({"prompts": torch.full((2, 2), VOCABULARY)}, "outside the model's vocabulary"),
     ):
         with pytest.raises(ValueError, match=message):

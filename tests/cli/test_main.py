@@ -77,9 +77,10 @@ JOBS: dict[str, BareJob] = {
     "prune m --output o --sparsity 0.5 --method wanda": OneShotJob(**MO, sparsity=0.5, method="wanda"),
     "shrink m --output o --mlp 0.5": ShrinkJob(**MO, calibration="self", mlp=0.5),
     "finetune m --output o --teacher t --steps 3": FinetuneJob(**MO, data="self", teacher="t", steps=3),
-    "prune m --output o --sparsity 0.5 --calibration t --own-words 2 --own-words-file w": OneShotJob(
-        **MO, sparsity=0.5, calibration="t", own_words=2, own_words_file="w"
+    "prune m --output o --sparsity 0.5 --calibration t --own-words 2": OneShotJob(
+        **MO, sparsity=0.5, calibration="t", own_words=2
     ),
+    "prune m --output o --sparsity 0.5 --own-words w": OneShotJob(**MO, sparsity=0.5, own_words="w"),
     "sample m --output o --samples 3 --sequence-length 9 --seed 5 --temperature 0.5 --top-k 7": SampleJob(
         **MO, samples=3, sequence_length=9, seed=5, temperature=0.5, top_k=7
     ),
@@ -188,7 +189,7 @@ WRONG = {
     "prune m --output o --sparsity 0.3 --calibration t": """
         --allocation owl | --scope tensor | --streamed | --target-share 7 | --target-share 0.3 --targets own |
         --target-share 0.3 --method wanda | --no-sync-files | --ranks 8 | --plan --ranks 0 |
-        --expert-memory 80X | --plan --streamed | --own-words 0 --own-words-file w
+        --expert-memory 80X | --plan --streamed
     """,
     "prune m --output o --sparsity 0.3": """
         --scope row | --pattern 2:4 | --resume | --allocation uniform | --streamed --device cuda |

@@ -281,9 +281,9 @@ def test_own_words_of_another_tokenizer(make: Callable[[str], Any], kind: str, t
     for model in (other, Path(job.model)):
         sampling = SampleJob(model=str(model), output=str(tmp_path / f"words of {model.name}"), samples=2)
         run_sample_job(dataclasses.replace(sampling, sequence_length=16))
-    texts = {"data": "self"} if kind == "finetune" else {"calibration": "self", "samples": None}
+    texts = {"data": "self"} if kind == "finetune" else {"calibration": "self"}
     job = dataclasses.replace(job, **texts, **({"own_words": None} if kind == "shrink" else {}))
     with pytest.raises(ValueError, match=r"was written with another tokenizer than the model's, by other"):
-        run(dataclasses.replace(job, own_words_file=str(tmp_path / "words of other")))
+        run(dataclasses.replace(job, own_words=str(tmp_path / "words of other")))
     assert not Path(job.output).exists()
-    run(dataclasses.replace(job, own_words_file=str(tmp_path / "words of model")))
+    run(dataclasses.replace(job, own_words=str(tmp_path / "words of model")))

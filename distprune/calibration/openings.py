@@ -1,0 +1,95 @@
+"""What the texts begin with that a model writes: it decides what they are about.
+
+Measured on SmolLM2-135M, 2:4, times dense on speeches, documentation and code: 1.480, 2.355, 2.719 where half of the
+windows continue the calibration text and half begin with random tokens, 1.531, 1.946, 1.883 where a third each continue
+it, begin as documents of many kinds do, and are chats.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from distprune.models.decoder_blocks import text_config
+
+Kind = Literal["tokens", "beginnings", "chats"]
+# Whose windows come in turn, beside a text that some windows continue, and without one.
+BESIDE_A_TEXT: tuple[Kind, ...] = ("beginnings", "chats")
+WITHOUT_A_TEXT: tuple[Kind, ...] = ("tokens", "beginnings", "chats")
+
+# fmt: off
+BEGINNINGS = (
+    "def ", "import ", "class ", "#include <", "function ", "public class ", "SELECT ", "<html>\n", "#!/bin/bash\n",
+    "```python\n", "package main\n", "// ", '"""', '{\n  "', "<?php\n", "$ ", "Usage: ", "Parameters:\n", "Returns ",
+    "Note that ", "Example:\n", "Section 1", "Installation\n", "The following ", "See also ", "Abstract. ", "1. ", "- ",
+    "| ", "Chapter ", "Theorem. ", "Let x ", "Dear ", "Q: ", "How to ", "Once upon a time", "Ingredients:\n",
+    "Breaking news: ", "In 19", "He said", "\u201c", "To: ", "Title: ", "Abstract: ", "The ", "A ", "My ", "We ",
+)
+# fmt: on
+
+
+def vocabulary_of(model: nn.Module) -> int:
+    """Return how many tokens ``model`` knows. Local.
+
+    Raises:
+        NotImplementedError: its configuration does not say.
+    """
+    found = getattr(text_config(model), "vocab_size", None)
+    if not isinstance(found, int) or found < 1:
+        raise NotImplementedError(f"{type(model).__name__} says no vocab_size in its configuration; give a text")
+    return found
+
+
+def kinds_of(num_windows: int, kinds: tuple[Kind, ...], tokenizer: Any) -> list[Kind]:
+    """Return the kind of each window. Local.
+
+    Without a chat template beginnings take the place of chats, and without a tokenizer random tokens that of all.
+    """
+    if tokenizer is None:
+        kinds = ("tokens",)
+    elif chat_opening(tokenizer) is None:
+        kinds = tuple("beginnings" if kind == "chats" else kind for kind in kinds)
+    return [kinds[number % len(kinds)] for number in range(num_windows)]
+
+
+def random_tokens(model: Any, num: int, generator: torch.Generator, tokenizer: Any = None) -> torch.Tensor:
+    """Return random tokens (num, 1) that are there and not special. Local.
+
+    Raises:
+        ValueError: there is none.
+    """
+    allowed = set(range(vocabulary_of(model)))
+    for config in (model.config, text_config(model), model.generation_config):
+        for name, special in vars(config).items():
+            if name.endswith("_token_id"):
+                allowed -= {*special} if isinstance(special, list) else {special}
+    if tokenizer is not None:
+        allowed = (allowed & {*tokenizer.get_vocab().values()}) - {*tokenizer.all_special_ids}
+    if not allowed:
+        raise ValueError(f"the vocabulary of {type(model).__name__} has no token that is not special")
+    ids = torch.tensor(sorted(allowed), dtype=torch.int64, device="cpu")
+    return ids[torch.randint(len(ids), (num, 1), generator=generator, device="cpu")]
+
+
+def beginnings(tokenizer: Any, num: int, generator: torch.Generator) -> torch.Tensor:
+    """Return the first tokens (num, 1) of :data:`BEGINNINGS`, in an order by chance, as often as they must. Local."""
+    texts = [text.rstrip(" ") for text in BEGINNINGS]
+    known = [ids[0] for text in texts if (ids := tokenizer(text, add_special_tokens=False)["input_ids"])]
+    firsts = torch.tensor(known, dtype=torch.int64, device="cpu")
+    order = torch.randperm(num, generator=generator, device="cpu")
+    return firsts[order % len(firsts)][:, None]
+
+
+def chat_opening(tokenizer: Any) -> list[int] | None:
+    """Return the tokens with which a user's turn begins in the tokenizer's chat template; ``None``: it has none."""
+    said = "distprune"
+    try:
+        chat = tokenizer.apply_chat_template([{"role": "user", "content": said}], tokenize=False)
+    except Exception:  # it has no template, or one for more than a user
+        return None
+    opening, _, _ = chat.partition(said)
+    role = opening.rfind("user")
+    starts = [opening.rfind(special, 0, role) for special in tokenizer.all_special_tokens] if role >= 0 else []
+    return tokenizer(opening[max([0, *starts]) :], add_special_tokens=False)["input_ids"] or None
