@@ -44,4 +44,4 @@ def shared_inputs(
             raise NotImplementedError(f"{name!r} has the input of other layers on one rank than on another")
         names.setdefault(name if first < 0 else layers[first], []).append(name)
     counts = sum_together(comm, (len(layers),), count).tolist()
-    return {tuple(of): counts[number[first]] for first, of in names.items()}
+    return {tuple(sharing): counts[number[first]] for first, sharing in names.items()}

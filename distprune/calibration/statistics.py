@@ -142,7 +142,10 @@ class InputStatistics:
             sums.take(own)
             return
         whole = self.sample_group.all_features(self.comm, x, num_in)
-        dense = self._dense_of(name, own, tokens) if self._is_shifted(name) else None
+        dense = None
+        if self._dense is not None and self._is_shifted(name):  # itself, where it is not known
+            beside = self._dense.beside(name, own, tokens)
+            dense = own if beside is None else beside
         if name in self._routed:
             kept = whole if dense is None else torch.cat([whole, dense], dim=1)
             self._tokens.setdefault(name, []).append(kept.to("cpu" if self.offload else kept.device, copy=True))
@@ -151,11 +154,6 @@ class InputStatistics:
 
     def _is_shifted(self, name: str) -> bool:
         return self.targets is not None and name in self.targets.order.shifted
-
-    def _dense_of(self, name: str, own: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
-        """Return what stands beside ``own`` in the dense stream; where that is not known, ``own`` itself."""
-        beside = self._dense.beside(name, own, tokens) if self._dense is not None else None
-        return own if beside is None else beside
 
     @own_settings()
     def added(self, name: str, total: torch.Tensor) -> None:
@@ -199,7 +197,7 @@ class InputStatistics:
         others = [shared for shared in inputs if shared.names[0] not in self._routed]
         if others or not routed:
             owners = share_out([shared.num_in**3 for shared in others], comm.size)
-            yield self._moments(comm, dict(zip(others, owners, strict=True)))
+            yield self._moments(comm, dict(zip(others, owners, strict=True))) if others else []
         if routed:
             holders = find_holders(comm, {shared.names[0]: self.linears[shared.names[0]] for shared in routed})
             sizes = [shared.num_in**2 * (shared.num_tokens + shared.num_in) for shared in routed]
@@ -225,9 +223,9 @@ class InputStatistics:
             if are_routed:
                 self._take_tokens(ranks, owners)
             sums = {shared: self._sums.pop(shared.names[0], InputSums()) for shared in owners}
-            features = torch.cat([self._part(sums[shared], FEATURES, shared, 3) for shared in owners] or [_nothing()])
+            features = torch.cat([self._part(sums[shared], FEATURES, shared, 3) for shared in owners])
             ranks.reduce_(features)
-            of_inputs = torch.split(features, [shared.num_in for shared in owners]) if owners else ()
+            of_inputs = torch.split(features, [shared.num_in for shared in owners])
             for (shared, owner), of_features in zip(owners.items(), of_inputs, strict=True):
                 parts = {}
                 for key, width in self._widths(shared).items() if self.needs == "products" else ():
@@ -303,10 +301,10 @@ class InputStatistics:
 
         inputs = shared_inputs(comm, list(self.linears), heard)
         # From here on an input goes by the first of its layers in their own order, whichever is called first.
-        names = {name: of[0] for of in inputs for name in of}
+        names = {name: layers[0] for layers in inputs for name in layers}
         self._sums = {names[first]: sums for first, sums in self._sums.items()}
         self._tokens = {names[first]: tokens for first, tokens in self._tokens.items()}
-        return [SharedInput(of, self.linears[of[0]].num_in, num_tokens) for of, num_tokens in inputs.items()]
+        return [SharedInput(layers, self.linears[layers[0]].num_in, num) for layers, num in inputs.items()]
 
 
 def _check_finite(found: list[Moments]) -> None:
@@ -322,7 +320,3 @@ def _check_finite(found: list[Moments]) -> None:
     if names := spoiled or in_dense:
         where = "" if spoiled else " in the dense stream"
         raise ValueError(f"NaN or Inf in the inputs of {', '.join(map(repr, names[:5]))}{where}")
-
-
-def _nothing() -> torch.Tensor:
-    return torch.empty((0, 3), dtype=torch.float64, device="cpu")

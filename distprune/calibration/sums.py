@@ -26,7 +26,7 @@ class InputSums:
         ``dense``: as ``own``, in the dense stream.
         """
         wide = own.float()
-        columns = [of.sum(dim=0, dtype=torch.float64) for of in (wide, wide.abs(), wide.square())]
+        columns = [values.sum(dim=0, dtype=torch.float64) for values in (wide, wide.abs(), wide.square())]
         self.add(FEATURES, torch.stack(columns, dim=1))
         if whole is not None:
             self.add(PRODUCTS, product(own, whole))
@@ -41,6 +41,8 @@ class InputSums:
 
 
 def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return x^T y of (tokens, n) and (tokens, m), float32. Products of bfloat16 numbers are exact in it. Local."""
-    is_exact = x.is_cuda and x.dtype == y.dtype == torch.bfloat16 and _HAS_OUT_DTYPE
-    return torch.mm(x.t(), y, out_dtype=torch.float32) if is_exact else x.float().t() @ y.float()
+    """Return x^T y of (tokens, n) and (tokens, m), float32, in which products of 16-bit numbers are exact. Local."""
+    is_exact = x.dtype == y.dtype and x.dtype in (torch.bfloat16, torch.float16)
+    if is_exact and x.is_cuda and len(x) and _HAS_OUT_DTYPE:
+        return torch.mm(x.t(), y, out_dtype=torch.float32)
+    return x.float().t() @ y.float()

@@ -21,6 +21,7 @@ from distprune.calibration.visit import walking
 from distprune.calibration.walk import Walk
 from distprune.collectives.agree import agree, max_together, together
 from distprune.collectives.base import Communicator, Traffic
+from distprune.collectives.guarded import guarding
 from distprune.models.linear_layers import LinearLayer, linear_layers
 from distprune.oneshot.block_fit import BlockFit, batch_size, fit_block
 from distprune.oneshot.block_layers import BlockLayers, unreached
@@ -214,7 +215,9 @@ class _BlockPruner:
         fit, advances = None, self._next(index) < len(walk.blocks)
         if self.options.fits:
             with begun.clock("fit"):
-                fit = self._fit(index, begun.dense, advances)
+                linears = linear_layers(walk.blocks[index][1]).values()
+                matrices = {linear.parameter_path for linear in linears} - begun.dense.keys()
+                fit = fit_block(self.comm, walk, index, matrices, self.options.seed, advances)
         elif advances:
             with begun.clock("forward"):
                 walk.advance(index, self.comm)
@@ -258,12 +261,6 @@ class _BlockPruner:
         found = tuple(layers), dense, residual, seconds, used.num_rounds, used.num_bytes, fit
         return BlockReport(begun.index, name, *found)
 
-    def _fit(self, index: int, dense: Mapping[str, str], advances: bool) -> BlockFit | None:
-        """Fit block ``index`` as a whole, but not matrices ``dense``. Every rank must call it: see ``fit_block``."""
-        linears = linear_layers(self.walk.blocks[index][1]).values()
-        matrices = {linear.parameter_path for linear in linears} - dense.keys()
-        return fit_block(self.comm, self.walk, index, matrices, self.options.seed, advances)
-
     def _permute(self, index: int, pattern: NByM) -> None:
         """Put the channels of block ``index``, which is dense, in their order, by what it is given now.
 
@@ -280,8 +277,9 @@ class _BlockPruner:
             statistics.run(self.walk, index)
             with self._naming(index):
                 (moments,) = statistics.reduce(comm)
-            for m in moments:
-                order_channels(comm, name, block, found[m.names[0]], m, linears, self.owned, pattern)
+            with guarding(comm) as ranks:
+                for m in moments:
+                    order_channels(ranks, name, block, found[m.names[0]], m, linears, self.owned, pattern)
 
     def _reduced(self, statistics: InputStatistics, begun: _Begun) -> Iterator[list[Moments]]:
         """Yield the moments of ``statistics``, as :meth:`InputStatistics.reduce` does; an error names the block."""

@@ -76,9 +76,9 @@ def unreached(block_name: str, linears: Mapping[str, LinearLayer], moments: Sequ
     Some models multiply by a weight without calling its module (Mamba's ``dt_proj``); some have layers that wait for
     another input than tokens (cross-attention without an encoder).
     """
-    unseen = {name for of in moments if not of.num_tokens for name in of.names if not linears[name].is_routed}
+    unseen = {name for m in moments if not m.num_tokens for name in m.names if not linears[name].is_routed}
     if unseen:
-        _warn({_UNREACHED: [f"{block_name}.{of.parameter_path}" for name, of in linears.items() if name in unseen]})
+        _warn({_UNREACHED: [f"{block_name}.{linears[name].parameter_path}" for name in linears if name in unseen]})
     return dict.fromkeys(unseen, _UNREACHED)
 
 

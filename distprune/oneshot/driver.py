@@ -106,10 +106,10 @@ class _Input:
         holders: Mapping[str, int],
     ) -> None:
         self.moments, self.rows, self.is_owner = moments, rows, moments.owner == comm.rank
-        self._solver, self._num_nans = solver, dict[str, list[torch.Tensor]]()
-        is_alone = all(holders.get(name) == moments.owner for name in rows)
-        self._comm = Alone() if is_alone else comm
-        self._is_done_here = self.is_owner or not is_alone
+        self._solver = solver
+        self._num_nans: dict[str, list[torch.Tensor]] = {name: [] for name in rows}
+        self._is_alone = all(holders.get(name) == moments.owner for name in rows)
+        self._comm = Alone() if self._is_alone else comm
 
     def sent(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Return the owner's ``tensors`` on every rank that has rows."""
@@ -117,7 +117,9 @@ class _Input:
         if comm.size == 1:
             return tensors
         device = next(iter(self.rows.values())).weight.device
-        kinds = {name: [str(of.dtype).removeprefix("torch."), list(of.shape)] for name, of in tensors.items()}
+        kinds = {
+            name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()
+        }
         found = {}
         for name, (dtype, shape) in comm.broadcast(kinds, owner).items():
             empty = partial(torch.empty, shape, dtype=getattr(torch, dtype), device=device)
@@ -137,27 +139,23 @@ class _Input:
 
     def prepare(self) -> None:
         """Let the owner make what the solver needs."""
-        if self.is_owner:
-            prepared = self._solver.prepare(self.moments)
-            products = self.moments.products
-            products = None if products is None else products.float()
-            self.moments = dataclasses.replace(self.moments, products=products, prepared=prepared)
-        self.moments = dataclasses.replace(self.moments, shift=None, residuals={}, gram=None)
+        prepared = dict(self._solver.prepare(self.moments)) if self.is_owner else {}
+        if self.moments.products is not None:
+            prepared[_PRODUCTS] = self.moments.products.float()
+        left = dataclasses.replace(self.moments, products=None, shift=None, residuals={}, gram=None)
+        self.moments = dataclasses.replace(left, prepared=prepared)
 
     def send(self) -> None:
         """Let every rank that has rows have what the owner made. Squares are everywhere."""
-        if not self.moments.has_products:
-            return
-        products = {} if self.moments.products is None else {_PRODUCTS: self.moments.products}
-        prepared = dict(self.sent({**products, **self.moments.prepared}))
-        self.moments = dataclasses.replace(self.moments, products=prepared.pop(_PRODUCTS, None), prepared=prepared)
+        if self.moments.has_products:
+            prepared = dict(self.sent(self.moments.prepared))
+            self.moments = dataclasses.replace(self.moments, products=prepared.pop(_PRODUCTS, None), prepared=prepared)
 
     def solve(self, pattern: Pattern) -> dict[str, torch.Tensor]:
         """Solve the rows, and return what became of them."""
-        if not self._is_done_here:
+        if self._is_alone and not self.is_owner:
             return {}
         before = {name: of_layer.weight.clone() for name, of_layer in self.rows.items()}
-        self._num_nans = {name: [] for name in self.rows}
         solved = self._solver.solve(self.rows, self.moments, pattern, self._choose)
         return {name: self._figures(name, of_layer, before.pop(name)) for name, of_layer in solved.items()}
 
@@ -168,7 +166,7 @@ class _Input:
         if rows.owned:
             error, output = solved.error, self.moments.squared_output(before)
             error = self.moments.squared_output(before.float().sub_(weight)) if error is None else error
-            num_pruned, num_zeros = (weight.numel() - torch.count_nonzero(of) for of in (solved.keep, weight))
+            num_pruned, num_zeros = (weight.numel() - torch.count_nonzero(there) for there in (solved.keep, weight))
             numbers = sum(self._num_nans[name]), ~are_finite(weight), num_pruned, num_zeros, error, output
             for i, number in enumerate(numbers):
                 found[i] = number
@@ -181,12 +179,12 @@ class _Input:
     ) -> dict[str, torch.Tensor]:
         """As :class:`Choose`."""
         if pattern.is_by_row and score is COMPUTED:
-            return {name: pattern.of(self.rows[name].name).keep(as_keys(of)) for name, of in values.items()}
-        shards = [self.rows[name].shard(of) for name, of in values.items()]
-        members = [Member(of.name, of.geometry.global_shape, str(of.local.dtype)) for of in shards]
+            return {name: pattern.of(self.rows[name].name).keep(as_keys(scores)) for name, scores in values.items()}
+        shards = [self.rows[name].shard(local) for name, local in values.items()]
+        members = [Member(shard.name, shard.geometry.global_shape, str(shard.local.dtype)) for shard in shards]
         of_weights = score is not COMPUTED
         norms = self.moments.norms
-        evidence = {of.name: {"input_norm": norms.expand_as(of.local)} for of in shards} if of_weights else {}
+        evidence = {shard.name: {"input_norm": norms.expand_as(shard.local)} for shard in shards if of_weights}
         scores = partial(local_scores, score, shards, evidence, zeros_are_gone=of_weights)
         ranked = Ranked(self._comm, roster_of_one(self._comm, members), score, scores, checks=False)
         masks, counts = ranked.choose(pattern).write_masks(ranked.scores)

@@ -46,7 +46,7 @@ def way_to_target(moments: Moments, aim: Aim) -> dict[str, torch.Tensor]:
     if moments.shift is not None and wanted.keys() != set(moments.names):
         wanted[_SHIFT] = moments.shift.t().float()
     scales = scale[:, None]
-    return {name: torch.cholesky_solve(of / scales, lower).div_(scales).t() for name, of in wanted.items()}
+    return {name: torch.cholesky_solve(beyond / scales, lower).div_(scales).t() for name, beyond in wanted.items()}
 
 
 def retarget(rows: Mapping[str, Rows], way: Mapping[str, torch.Tensor], aim: Aim) -> None:

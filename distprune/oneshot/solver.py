@@ -70,9 +70,9 @@ class Solver(ABC):
 
     >>> class Plain(Solver):
     ...     def solve(self, rows, moments, pattern, choose):  # of layers that share an input
-    ...         keep = choose({name: of.weight.abs() * moments.norms for name, of in rows.items()}, pattern)
-    ...         for name, of in rows.items():
-    ...             of.weight.mul_(keep[name])
+    ...         keep = choose({name: layer.weight.abs() * moments.norms for name, layer in rows.items()}, pattern)
+    ...         for name, layer in rows.items():
+    ...             layer.weight.mul_(keep[name])
     ...         return {name: Solved(mask) for name, mask in keep.items()}
     >>> prune_blocks(llama, samples, method=Plain(), pattern="2:4").sparsity
     0.5

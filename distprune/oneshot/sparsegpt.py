@@ -127,7 +127,9 @@ class _Sweep:
             if all(other == own[0] for other in own):
                 return own[0].part(start, stop).keep(as_keys(self.sizes(start, stop)))
             parts = zip(own, self.part.values(), strict=True)
-            return torch.cat([of.part(start, stop).keep(as_keys(self.sizes(start, stop, part))) for of, part in parts])
+            return torch.cat(
+                [by_row.part(start, stop).keep(as_keys(self.sizes(start, stop, part))) for by_row, part in parts]
+            )
 
         return keep
 
