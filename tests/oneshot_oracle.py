@@ -86,7 +86,6 @@ class Given:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
     output: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # of the block
-    is_parallel: bool = False  # attention and MLP are added at once
 
     def take(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None = None) -> None:
         self.tensors[name] = x
@@ -131,7 +130,6 @@ def run_block(block: nn.Module, names: Collection[str], x: torch.Tensor, call: A
     args, kwargs = call
     with listening(block, names) as given:
         output = block(x, *args[1:], **kwargs)
-    given.is_parallel = type(block).__name__ in _PARALLEL
     given.output = output[0] if isinstance(output, tuple) else output
     return given
 
@@ -218,7 +216,7 @@ def _stages(found: Collection[str], runs: Sequence[Given]) -> list[list[str]]:
     return stages
 
 
-# Of the architectures of tests/architectures.py: what adds to hidden states as it is, and whose blocks are parallel.
+# Of the architectures of tests/architectures.py: what adds to hidden states as it is, attention first.
 _ATTENTION_OUT = (
     "self_attn.o_proj",
     "self_attn.out_proj",
@@ -228,7 +226,6 @@ _ATTENTION_OUT = (
     "self_attn.dense",
 )
 _MLP_OUT = ("mlp.down_proj", "fc2", "mlp.c_proj", "mlp.fc2", "mlp.dense_4h_to_h")
-_PARALLEL = ("PhiDecoderLayer", "GPTNeoXLayer", "FalconDecoderLayer")
 
 
 def want(name: str, linear: Linear2d, own: tuple[torch.Tensor, Given], dense: tuple[torch.Tensor, Given]) -> None:
@@ -236,7 +233,7 @@ def want(name: str, linear: Linear2d, own: tuple[torch.Tensor, Given], dense: tu
     if name in _MLP_OUT or name in _ATTENTION_OUT:
         totals = []
         for hidden, given in (own, dense):
-            adds_first = name in _ATTENTION_OUT and not given.is_parallel
+            adds_first = name in _ATTENTION_OUT
             total = hidden + given.outputs[name].view(hidden.shape) if adds_first else given.output
             totals.append(total.reshape(-1, total.shape[-1]))
         linear.want(own[1].inputs[name], totals[1] - totals[0])

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from distprune.shards.device import fetched
 
@@ -27,7 +28,8 @@ def keeping_outputs(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, torc
 
     def keep(name: str, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
         hidden = output[0] if isinstance(output, tuple) else output
-        if type(hidden) is torch.Tensor and hidden.numel() and name not in outputs:
+        is_whole = isinstance(hidden, torch.Tensor) and not isinstance(hidden, DTensor)
+        if is_whole and hidden.numel() and name not in outputs:
             outputs[name] = _some_tokens(hidden).clone()  # a block may add to it in place
 
     with ExitStack() as stack:
@@ -52,11 +54,9 @@ def find_addends(
     children = {name.partition(".")[0] for name in experts}
     with_experts = alike.keys() - children
     outer = {name for name in alike if name in children or name.partition(".")[0] not in children}
-    for names in (with_experts - set(experts), with_experts, outer):
-        found = _addends(given, output, {name: alike[name] for name in sorted(names)})
-        if found:
-            return found
-    return set()
+    tries = (with_experts - set(experts), with_experts, outer)
+    found = (_addends(given, output, {name: alike[name] for name in sorted(names)}) for names in tries)
+    return next(filter(None, found), set())
 
 
 def _addends(given: torch.Tensor, output: torch.Tensor, outputs: Mapping[str, torch.Tensor]) -> set[str]:
