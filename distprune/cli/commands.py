@@ -13,17 +13,14 @@ from distprune.cli.usage import UsageError
 from distprune.jobs import BareJob
 from distprune.jobs.options import PANELS, RUNNING, Option, ask, asked, check_fields, options_of
 
-_LONGEST_TIMEOUT = 10**6  # seconds; torch counts milliseconds in 32 bits in places
-
 
 @asked
 class Running:
     """How a job is run."""
 
     device: Literal["auto", "cpu", "cuda"] = ask("auto: CUDA where there is a GPU.", default="auto", panel=RUNNING)
-    timeout: float = ask(
-        "Seconds a rank waits for the others.", default=600.0, least=1, most=_LONGEST_TIMEOUT, panel=RUNNING
-    )
+    # Torch counts milliseconds in 32 bits in places.
+    timeout: float = ask("Seconds a rank waits for the others.", default=600.0, least=1, most=10**6, panel=RUNNING)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,8 @@ class Display(Watcher):
     @override
     def say(self, text: str) -> None:
         if self._visible:
-            self._tqdm.write(printable(text), file=sys.stderr)  # above the bar
+            write = self._tqdm.write if self._is_terminal else print  # in a log tqdm would draw a bar that is not due
+            write(printable(text), file=sys.stderr)
 
     @override
     def begin(self, stage: str) -> None:

@@ -71,30 +71,30 @@ def test_where_nobody_expected_it_is_shown_by_the_first_rank_too(pair: Pair) -> 
 
 # By what runs out of memory: the command line, in which stage, and a way out that is named.
 SHORT: dict[str, tuple[str, str, str]] = {
-    "run.load_model": ("prune {model} --sparsity 0.5", "loading", "--dtype bfloat16, --streamed, which does not"),
-    "prune.prune_model": ("prune {model} --sparsity 0.5", "pruning", "--streamed, which does not load the model"),
-    "run.perplexities": (
+    "jobs.run.load_model": ("prune {model} --sparsity 0.5", "loading", "--dtype bfloat16, --streamed, which does not"),
+    "jobs.prune.prune_model": ("prune {model} --sparsity 0.5", "pruning", "--streamed, which does not load the model"),
+    "jobs.run.perplexities": (
         "prune {model} --sparsity 0.5 --eval {text} --eval-length 8",
         "evaluating before on text.txt",
         "--dtype bfloat16, more ranks",
     ),
-    "one_shot.prune_blocks": (
+    "jobs.one_shot.prune_blocks": (
         "prune {model} --sparsity 0.5 --calibration {text} --own-words 0 --samples 2 --sequence-length 8",
         "pruning block by block",
         "--offload, fewer --samples, a smaller --sequence-length",
     ),
-    "shrink.cut_model": (
+    "removal.shrink_model.cut_model": (
         "shrink {model} --mlp 0.5 --refit none --calibration {text} --own-words 0 --samples 2 --sequence-length 8",
         "shrinking block by block",
         "--offload, fewer --samples",
     ),
-    "finetune.MaskedTraining.backward": (
+    "jobs.finetune.MaskedTraining.backward": (
         "finetune {pruned} --data {text} --steps 1 --batch-size 2 --sequence-length 8",
         "training",
         "a smaller --batch-size, a smaller --sequence-length, more ranks",
     ),
-    "streamed.FileWriter": ("prune {model} --sparsity 0.5 --streamed", "starting", "more ranks"),
-    "sample.own_words": ("sample {model} --samples 2 --sequence-length 8", "writing own words", "fewer --samples"),
+    "jobs.streamed.FileWriter": ("prune {model} --sparsity 0.5 --streamed", "starting", "more ranks"),
+    "jobs.sample.own_words": ("sample {model} --samples 2 --sequence-length 8", "writing own words", "fewer --samples"),
 }
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 4.00 GiB of which 1 GiB is free."
 
@@ -129,7 +129,7 @@ def ends_for_lack_of_memory(
 ) -> str:
     """Run the command; return what it says."""
     line, stage, ways = SHORT[where]
-    patch.setattr(f"distprune.jobs.{where}", lambda *_, **__: too_much(kind))
+    patch.setattr(f"distprune.{where}", lambda *_, **__: too_much(kind))
     words = [word.format(**places) for word in line.split()]
     assert end(patch, *words, "--output", places["out"]) == 1
     said = capsys.readouterr().err.splitlines()
@@ -169,7 +169,7 @@ def test_out_of_memory_is_one_line_whoever_says_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, model_folder: Path, kind: str
 ) -> None:
     places = {"model": model_folder, "out": tmp_path / "out"}
-    error = ends_for_lack_of_memory(monkeypatch, capsys, "prune.prune_model", kind, places)
+    error = ends_for_lack_of_memory(monkeypatch, capsys, "jobs.prune.prune_model", kind, places)
     assert SIZES[kind] in error
 
 
@@ -187,7 +187,7 @@ def test_what_may_not_be_read_is_not_called_missing(
         "2",
         "--sequence-length",
         "8",
-        "--own-words-file",
+        "--own-words",
         words,
     ]
     commands: list[tuple[Path, list[str | Path]]] = [
