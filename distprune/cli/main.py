@@ -21,9 +21,9 @@ from distprune import jobs
 from distprune.checkpoint.inspect import inspect_directory
 from distprune.cli.commands import JobCommand, add_command, as_epilog
 from distprune.cli.display import Display
+from distprune.cli.ending import ignore_write_errors, open_standard_streams, tell_torchrun
 from distprune.cli.launch import end, finish_ranks, likely_rank, start_ranks, torch_variables
 from distprune.cli.out_of_memory import memory_line
-from distprune.cli.streams import ignore_write_errors, open_standard_streams, tell_torchrun
 from distprune.cli.usage import UsageError, usage_text
 from distprune.collectives.base import as_told, cannot_meet, has_lost_ranks
 from distprune.formatting import printable
