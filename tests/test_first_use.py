@@ -42,7 +42,7 @@ from distprune import (
     shrink_model,
 )
 from distprune.calibration import token_ids
-from distprune.jobs import PruneJob
+from distprune.jobs import PruneJob, ShrinkJob
 from distprune.jobs.report import Evaluation, JobReport, PrunedBlocks, SmallerModel
 from distprune.oneshot.report import BlockReport, LayerReport, OneShotReport
 from distprune.version import __version__
@@ -127,13 +127,15 @@ def test_everything_is_shown_in_a_line_and_reports_in_fifteen() -> None:
     shrunk = Shrunk({("layers.0", "mlp", "mlp"): torch.arange(3)}, (0, 2), 88, 99, one_shot)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     training = SparseTraining(layer, optimizer, schedule=constant(0.5))
-    walked = PrunedBlocks(one_shot, "2:4", [], 0, {}, "uniform", 9)
-    smaller = SmallerModel(one_shot, "", [], 0, {}, None, [0, 1], 3, 10, 8)
+    windows = {"text": 0, "continuing": 0, "own": 8}
+    walked = PrunedBlocks(one_shot, "2:4", [], 0, windows, "uniform", 9)
+    smaller = SmallerModel(one_shot, "", [], 0, windows, None, [0, 1], 3, 10, 8)
     evaluation = Evaluation({f"file{i}": 1.0 for i in range(9)})
-    job = PruneJob(model="m", output="o", sparsity=0.5)
+    job, shrink = PruneJob(model="m", output="o", sparsity=0.5), ShrinkJob(model="m", output="o", mlp=0.5)
     reports = [pruning, one_shot, shrunk, training.report(), walked, smaller]
     reports += [
-        JobReport(job, Path("m"), {}, 1, "cpu", evaluation, evaluation, {}, work) for work in (pruning, smaller)
+        JobReport(asked, Path("m"), {}, 1, "cpu", evaluation, evaluation, {"total": 1.0}, work)
+        for asked, work in ((job, pruning), (shrink, smaller))
     ]
     for report in reports:
         assert 1 <= len(str(report).splitlines()) <= 15

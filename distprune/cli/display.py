@@ -58,7 +58,7 @@ class Display(Watcher):
         """Show the time left and the error of the block just done: in a bar, or in a log as one line a block."""
         if not self._visible:
             return
-        error, num_done = mean_error(report), report["index"] + 1
+        error, num_done = mean_error(report["layers"]), report["index"] + 1
         shown = "none" if error is None else f"{error:.4f}"
         self._block_seconds.append(sum(report["seconds"].values()))
         if self._is_terminal:

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 from distprune.checkpoint.hf_directory import CONFIG_NAME
 from distprune.checkpoint.hub import name_of_model
 from distprune.checkpoint.optional_packages import import_extra
-from distprune.jobs.figures import by_kind, evaluated, range_of, trial_rows, work_rows
-from distprune.jobs.options import Job, options_of
-from distprune.jobs.report import JobReport, PrunedBlocks, SmallerModel, Trained, Work
+from distprune.jobs.figures import rows
+from distprune.jobs.options import options_of
+from distprune.jobs.report import JobReport, SmallerModel, Trained, Work
 from distprune.patterns.base import Pattern
-from distprune.pruning.report import PruneReport
 
 CARD_NAME = "README.md"
 
 _TAGS = ("distprune", "pruned")
 _TOKENIZER_CONFIG = "tokenizer_config.json"
-# What was done in words, and the command.
-_DONE: dict[type, tuple[str, str]] = {
-    Trained: ("fine-tuned with its zeros held", "finetune"),
-    SmallerModel: ("made smaller", "shrink"),
-    PruneReport: ("pruned", "prune"),
-    PrunedBlocks: ("pruned", "prune"),
-}
+_VERBS: dict[type, str] = {Trained: "finetune", SmallerModel: "shrink"}  # the others prune
 _SAID = {"method", "calibration", "streamed"}  # also where they are the default: they tell jobs apart
 
 
@@ -48,15 +40,23 @@ def model_card(report: JobReport[Work]) -> bytes:
         card.data.license = json.loads((report.model / CONFIG_NAME).read_bytes()).get("license")
     is_sparse = report.zeros is not None and report.zeros.num_zeros > 0
     card.data.tags = sorted({*(card.data.tags or ()), *_TAGS, *(("sparse",) if is_sparse else ())})
-    done, verb = _DONE[type(report.work)]
-    rows = [f"| {what} | {how_much} |" for what, how_much in _rows(report)]
-    lines = [f"# {name}, {done}", "", "| | |", "|---|---|", *rows]
+    made_with = f"distprune {report.versions['distprune']}, torch {report.versions['torch']}"
+    shown = [*rows(report.to_dict()), ("made with", made_with)]
+    lines = [f"# {name}, {report.done}", "", "| | |", "|---|---|"]
+    lines += [f"| {what} | {how_much} |" for what, how_much in shown]
     lines += ["", "Load it:", "", "```python", *_loading(report), "```"]
     if not isinstance(getattr(report.job, "pattern", None), Pattern):  # from Python, it is no option
         model = f"{name}@{report.model.name}" if of_hub else name  # with the commit
-        lines += ["", "Made by", "", "```bash", _command(report.job, verb, model), "```"]
+        lines += [
+            "",
+            "Made by",
+            "",
+            "```bash",
+            _command(report, model),
+            "```",
+        ]
     if card.text.strip():
-        lines += ["", f"What follows is the card of {name} before it was {done}.", "", card.text.strip()]
+        lines += ["", f"What follows is the card of {name} before it was {report.done}.", "", card.text.strip()]
     card.text = "\n".join(lines) + "\n"
     return str(card).encode()
 
@@ -74,26 +74,10 @@ def _loading(report: JobReport[Work]) -> list[str]:
     ]
 
 
-def _rows(report: JobReport[Work]) -> Iterator[tuple[str, str]]:
-    """Yield what was done: (what, how much)."""
-    yield from work_rows(report)
-    if isinstance(report.work, PruneReport):
-        yield "calibration", "none: weights are chosen by their values alone"
-    if isinstance(report.work, PrunedBlocks) and report.work.allocation == "gradients":
-        shares = {
-            kind: range_of([of_block.sparsity for of_block in by_depth.values()], ".1%")
-            for kind, by_depth in by_kind(report.work.blocks).items()
-        }
-        yield "zeros by layer, allocated by gradients", "<br>".join(f"{kind} {share}" for kind, share in shares.items())
-    if isinstance(report.work, SmallerModel):
-        yield from trial_rows(report.work)
-    yield from ((f"{of.what} on {of.on}", f"{of.before} before, {of.after} after") for of in evaluated(report))
-    yield "made with", f"distprune {report.versions['distprune']}, torch {report.versions['torch']}"
-
-
-def _command(job: Job, verb: str, model: str) -> str:
+def _command(report: JobReport[Work], model: str) -> str:
     """Return the command line that does the job on ``model``, without what it does by default and where files lie."""
-    words = ["distprune", verb, model]
+    job = report.job
+    words = ["distprune", _VERBS.get(type(report.work), "prune"), model]
     for name, option in options_of(type(job)).items():
         value = getattr(job, name)
         is_said = name in _SAID or value != option.default
@@ -101,8 +85,8 @@ def _command(job: Job, verb: str, model: str) -> str:
             continue
         if name == "samples" and value is None:
             value = "all"
-        for each in value if isinstance(value, tuple) else [] if value is None or value is False else [value]:
+        for word in value if isinstance(value, tuple) else [] if value is None or value is False else [value]:
             words.append(option.flag)
-            if each is not True:
-                words.append(Path(str(each)).name if option.is_file else str(each).removeprefix("torch."))
+            if word is not True:
+                words.append(Path(str(word)).name if option.is_file else str(word).removeprefix("torch."))
     return shlex.join([*words, "--output", Path(job.output).name])

@@ -9,7 +9,7 @@ from distprune.checkpoint.hub import name_of_model
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.figure import new_figure, png_of
 from distprune.formatting import share
-from distprune.jobs.figures import by_kind
+from distprune.jobs.figures import errors_by_kind
 from distprune.jobs.report import JobReport, PrunedBlocks, Trained, Work
 
 PICTURE_NAME = "report.png"
@@ -47,10 +47,9 @@ def picture(report: JobReport[Work]) -> bytes:
         axes.set_ylabel("loss of a step, in nats per token")
     else:
         method = work.walk.method
-        for number, (name, by_depth) in enumerate(by_kind(work.blocks).items()):
+        for number, (name, by_depth) in enumerate(errors_by_kind(work.blocks).items()):
             style = {"linestyle": _STROKES[number // _NUM_COLORS % len(_STROKES)], "linewidth": 1.2}
-            errors = [kind.error for kind in by_depth.values()]  # None is no point
-            axes.plot(list(by_depth), errors, label=name, marker="o", markersize=3, **style)
+            axes.plot(list(by_depth), list(by_depth.values()), label=name, marker="o", markersize=3, **style)
         axes.set_title(_ERROR, fontsize="medium")
         axes.set_xlabel("block")
         axes.set_ylim(bottom=0)

@@ -10,11 +10,15 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from typing_extensions import override
 
-from distprune.formatting import count, one_line, share, zeros
+from distprune.checkpoint.hub import name_of_model
+from distprune.formatting import one_line, share, zeros
+from distprune.jobs.figures import laid_out, rows
 from distprune.jobs.options import Job
 from distprune.oneshot.allocation import Allocation
 from distprune.oneshot.report import OneShotReport
 from distprune.pruning.report import PruneReport
+
+_MOST_LINES = 15
 
 
 @dataclass(frozen=True)
@@ -63,10 +67,6 @@ class Walked:
     def __repr__(self) -> str:
         return one_line(self, f"{len(self.blocks)} blocks by {self.walk.method}")
 
-    @override
-    def __str__(self) -> str:
-        return str(self.walk)
-
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON carries it."""
         return {**self.walk.to_dict(), **{key: value for key, value in vars(self).items() if key != "walk"}}
@@ -82,8 +82,8 @@ class PrunedBlocks(Walked):
     @property
     def zeros(self) -> Zeros:
         """The zeros of all blocks, those of earlier starts too."""
-        layers = [of for block in self.blocks for of in block["layers"]]
-        num_zeros, num_elements = (sum(of[key] for of in layers) for key in ("num_zeros", "num_elements"))
+        layers = [layer for block in self.blocks for layer in block["layers"]]
+        num_zeros, num_elements = (sum(layer[key] for layer in layers) for key in ("num_zeros", "num_elements"))
         return Zeros(num_zeros, num_elements, self.num_parameters)
 
 
@@ -96,11 +96,6 @@ class SmallerModel(Walked):
     num_layers_before: int
     num_parameters_before: int
     num_parameters: int
-
-    @override
-    def __str__(self) -> str:
-        left = f"{count(self.num_parameters)} of {count(self.num_parameters_before)} parameters are left"
-        return f"{left}, {len(self.layers)} of {self.num_layers_before} layers\n{super().__str__()}"
 
 
 @dataclass(frozen=True)
@@ -161,6 +156,16 @@ class JobReport(Generic[_Work]):
             return Zeros(work.num_zeros, work.num_elements, work.num_parameters)
         return None if isinstance(work, SmallerModel) else work.zeros
 
+    @property
+    def done(self) -> str:
+        """What was done, in words."""
+        work: Work = self.work
+        if isinstance(work, Trained):
+            return "fine-tuned with its zeros held"
+        if isinstance(work, SmallerModel):
+            return f"made smaller by {work.walk.method}"
+        return f"pruned by {work.score if isinstance(work, PruneReport) else work.walk.method}"
+
     @override
     def __repr__(self) -> str:
         return one_line(self, f"{self.model.name}, {self.work!r}")
@@ -168,13 +173,12 @@ class JobReport(Generic[_Work]):
     @override
     def __str__(self) -> str:
         """Return what was done, in at most 15 lines; all of it is in :meth:`to_dict`."""
-        before, after = self.before.perplexity, self.after.perplexity
-        ran = f"{self.num_ranks} ranks on {self.device}, {self.seconds.get('total', 0.0):.1f} s"
-        lines = [
-            f"{self.model.name}, written to {self.job.output}: {ran}",
-            *(f"  perplexity on {Path(file).name}: {before[file]:.2f} -> {after[file]:.2f}" for file in [*after][:2]),
-            *(f"  {line}" for line in str(self.work).splitlines()),
-        ]
+        ranks = f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
+        title = f"{name_of_model(self.model)}, {self.done} on {ranks} ({self.device})"
+        lines = [title, *laid_out(rows(self.to_dict()))]
+        if len(lines) > _MOST_LINES:
+            left_out = f"  and {len(lines) - _MOST_LINES + 1} more lines in report.json"
+            lines = [*lines[: _MOST_LINES - 1], left_out]
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:

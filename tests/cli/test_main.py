@@ -277,7 +277,7 @@ def test_prunes_and_inspects(
     assert end(monkeypatch, "prune", model_folder, "--output", output, "--sparsity", "0.25", "--scope", "tensor") == 0
     shown = capsys.readouterr().out
     assert "magnitude" in shown
-    assert "magnitude, unstructured, each tensor by itself" in shown
+    assert "Unstructured(sparsity=0.25, scope='tensor')" in shown
     assert end(monkeypatch, "inspect", output, "--json") == 0
     inspected = json.loads(capsys.readouterr().out)
     zeros = {tensor["name"]: tensor["num_zeros"] for tensor in inspected["tensors"]}

@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard, constants
 
 from distprune import Unstructured
 from distprune.jobs import Evaluation, OneShotJob, PruneJob, run_one_shot_job, run_prune_job
+from distprune.jobs.figures import rows
 from distprune.jobs.model_card import model_card
 from tests.cli.test_main import asked
 
@@ -33,7 +34,7 @@ def test_a_job_in_place(model_folder: Path, tmp_path: Path, monkeypatch: pytest.
     assert card.data.base_model is None  # a directory is no id of the hub
     assert card.data.tags == ["distprune", "pruned", "sparse"]
     assert "| sparsity | 50.0 % of " in card.text
-    assert "| pattern | unstructured over all weights |" in card.text
+    assert "| pattern | Unstructured(sparsity=0.5, scope='global') |" in card.text
     assert "| calibration | none: weights are chosen by their values alone |" in card.text
     assert block_of("bash", card.text) == (
         "distprune prune model --dtype bfloat16 --sparsity 0.5 --method magnitude --output out\n"
@@ -58,9 +59,12 @@ def test_a_one_shot_job(job: OneShotJob) -> None:
     assert card.data.base_model == "org/dense"  # as the card before says
     assert card.data.tags == ["distprune", "llama", "pruned", "sparse"]
     assert "| calibration | 5 windows of 24 tokens of text.txt |" in card.text
-    assert "| method | sparsegpt |\n| pattern | unstructured, each matrix by itself |" in card.text
-    by_wanda = dataclasses.replace(report, job=dataclasses.replace(job, method="wanda"))
-    assert "| pattern | unstructured, each row by itself |" in model_card(by_wanda).decode()
+    for row in rows(report.to_dict()):
+        assert f"| {row[0]} | {row[1]} |" in card.text
+    assert "| method | sparsegpt |" in card.text
+    by_wanda = report.to_dict()
+    by_wanda["pruning"] = {**by_wanda["pruning"], "method": "wanda"}
+    assert dict(rows(by_wanda))["pattern"] == "Unstructured(sparsity=0.5, scope='tensor'), each row by itself"
     assert card.text.rstrip().endswith("# A llama\n\nIt grazes.")
 
 
@@ -91,7 +95,7 @@ def test_a_model_of_the_hub(
         before=Evaluation(tasks={"arc": {"acc": 0.5}}),
         after=Evaluation(tasks={"arc": {"acc": 0.25}}),
     )
-    assert "| acc on arc | 0.5000 before, 0.2500 after |" in model_card(report).decode()
+    assert "| acc on arc | 0.5000 -> 0.2500 |" in model_card(report).decode()
 
 
 @pytest.mark.parametrize("more", [{"calibration": "self", "own_words": None}, {"method": "magnitude"}])

@@ -12,7 +12,7 @@ import pytest
 
 from distprune.cli.display import Display
 from distprune.jobs import OneShotJob, PruneJob, run_one_shot_job, run_prune_job
-from distprune.jobs.figures import kinds_of, mean_error
+from distprune.jobs.figures import errors_by_kind, mean_error
 from distprune.jobs.picture import PICTURE_NAME, can_draw, picture
 from distprune.jobs.report import PrunedBlocks, Trained
 from distprune.jobs.run import REPORT_NAME
@@ -28,14 +28,12 @@ EXPERTS = {"self_attn.q_proj": 0.1, "experts.up.0": 0.2, "experts.up.11": 0.6, "
 
 
 def test_experts_are_one_kind() -> None:
-    kinds = {kind.name: kind for kind in kinds_of(block_entry(1, EXPERTS))}
-    assert list(kinds) == ["self_attn.q_proj", "experts.up.*", "experts.down.*", "fc1"]
-    assert kinds["experts.up.*"].errors == (0.2, 0.6)
-    assert kinds["experts.up.*"].error == pytest.approx(0.4)
-    assert kinds["experts.up.*"].sparsity == 0.5
-    assert kinds["experts.down.*"].error is None
-    assert mean_error(block_entry(1, EXPERTS)) == pytest.approx(0.3)
-    assert mean_error(block_entry(1, {"a": None})) is None
+    block = block_entry(1, EXPERTS)
+    errors = errors_by_kind([block])
+    assert list(errors) == ["self_attn.q_proj", "experts.up.*", "experts.down.*", "fc1"]
+    assert errors["experts.up.*"] == {1: pytest.approx(0.4)}
+    assert errors["experts.down.*"] == {1: None}
+    assert mean_error(block["layers"]) == pytest.approx(0.3)
 
 
 def drawn(work: Any) -> Any:

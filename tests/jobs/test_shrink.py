@@ -16,12 +16,14 @@ from safetensors.torch import load_file
 from distprune.checkpoint import outputs
 from distprune.cli.display import Display
 from distprune.jobs import (
+    Evaluation,
+    JobReport,
     ShrinkJob,
     SmallerModel,
     run_finetune_job,
     run_shrink_job,
 )
-from distprune.jobs.figures import removal_rows
+from distprune.jobs.figures import rows
 from distprune.jobs.run import REPORT_NAME
 from distprune.oneshot.report import OneShotReport
 from tests.hf_models import make_model, make_tokenizer
@@ -208,7 +210,6 @@ def test_what_is_said_of_what_is_left() -> None:
         num_parameters_before=100,
         num_parameters=75,
     )
-    assert list(removal_rows(removal)) == [
-        ("parameters", "75 of 100, 25.0 % removed"),
-        ("left", "kv groups 2 of 3"),
-    ]
+    job = ShrinkJob(model="model", output="out", mlp=0.5)
+    report = JobReport(job, Path("model"), {}, 1, "cpu", Evaluation(), Evaluation(), {"total": 1.0}, removal)
+    assert rows(report.to_dict())[:2] == [("parameters", "75 of 100, 25.0 % removed"), ("left", "kv groups 2 of 3")]
