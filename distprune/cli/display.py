@@ -9,11 +9,9 @@ from typing import Any, Self
 
 from typing_extensions import override
 
-from distprune.checkpoint.inspect import InspectReport
 from distprune.checkpoint.optional_packages import import_extra
-from distprune.cli.summary import inspection_lines, job_lines, plan_lines, sample_lines
 from distprune.formatting import printable
-from distprune.jobs import JobReport, PlannedWalk, Sampled, Watcher, Work
+from distprune.jobs import Watcher
 from distprune.jobs.figures import mean_error
 
 _IN_A_LOG = {"mininterval": 30, "delay": 30, "ncols": 80, "ascii": True}  # of tqdm: a line in as many seconds
@@ -85,22 +83,7 @@ class Display(Watcher):
             self._bar.close()
             self._bar = None
 
-    def summary(self, report: JobReport[Work]) -> None:
-        """Print what a finished job did."""
-        self._print(job_lines(report))
-
-    def sampled(self, report: Sampled, model: str) -> None:
-        """Print what was written."""
-        self._print(sample_lines(report, model))
-
-    def plan(self, walk: PlannedWalk) -> None:
-        """Print how much memory a job would take of each rank."""
-        self._print(plan_lines(walk))
-
-    def inspection(self, report: InspectReport) -> None:
-        """Print how sparse a directory is."""
-        self._print(inspection_lines(report))
-
-    def _print(self, lines: Sequence[str]) -> None:
+    def show(self, lines: Sequence[str]) -> None:
+        """Print a summary."""
         if self._visible:
             sys.stdout.write(printable("\n".join(lines)) + "\n")

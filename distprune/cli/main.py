@@ -24,6 +24,7 @@ from distprune.cli.display import Display
 from distprune.cli.ending import ignore_write_errors, open_standard_streams, tell_torchrun
 from distprune.cli.launch import end, finish_ranks, likely_rank, start_ranks, torch_variables
 from distprune.cli.out_of_memory import memory_line
+from distprune.cli.summary import summary
 from distprune.cli.usage import UsageError, usage_text
 from distprune.collectives.base import as_told, cannot_meet, has_lost_ranks
 from distprune.formatting import printable
@@ -128,7 +129,7 @@ def inspect(
     if as_json:
         sys.stdout.write(json.dumps(report.to_dict(), indent=2) + "\n")
     else:
-        display.inspection(report)
+        display.show(summary(report))
     sys.stdout.flush()
 
 
@@ -211,12 +212,7 @@ def _work(start: JobCommand) -> int:
         _say(text, is_known=is_known)
         return 1
     with contextlib.suppress(Exception):
-        if isinstance(report, jobs.PlannedWalk):
-            display.plan(report)
-        elif isinstance(report, jobs.Sampled):
-            display.sampled(report, start.job.model)
-        else:
-            display.summary(report)
+        display.show(summary(report))
     return 0
 
 

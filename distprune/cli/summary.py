@@ -15,8 +15,16 @@ from distprune.jobs.run import REPORT_NAME
 _MOST_KINDS = 15  # of tensors
 
 
-def job_lines(report: JobReport[Work]) -> list[str]:
-    """Return what a job did, what it took, and what to do next."""
+def summary(report: JobReport[Work] | PlannedWalk | Sampled | InspectReport) -> list[str]:
+    """Return what was done, what it took, and what to do next; of a directory, how sparse it is."""
+    if isinstance(report, JobReport):
+        return _of_job(report)
+    if isinstance(report, PlannedWalk):
+        return _of_plan(report)
+    return _of_sample(report) if isinstance(report, Sampled) else _of_directory(report)
+
+
+def _of_job(report: JobReport[Work]) -> list[str]:
     job, output = report.job, report.job.output
     words = ["finetune", output, "--teacher", job.model, "--minutes", "10", "--output", f"{output}-finetuned"]
     if isinstance(report.work, Trained):
@@ -25,8 +33,7 @@ def job_lines(report: JobReport[Work]) -> list[str]:
     return [*str(report).splitlines(), *laid_out([written]), *_command_row(words)]
 
 
-def sample_lines(sampled: Sampled, model: str) -> list[str]:
-    """Return what was written, what it took, and what to do next."""
+def _of_sample(sampled: Sampled) -> list[str]:
     num_tokens = sampled.num_samples * sampled.sequence_length
     shown = [
         ("windows", f"{sampled.num_samples:,} of {sampled.sequence_length:,} tokens"),
@@ -34,11 +41,11 @@ def sample_lines(sampled: Sampled, model: str) -> list[str]:
         *memory_rows(sampled.peak_memory),
         ("output", str(sampled.path)),
     ]
-    words = ["prune", model, "--sparsity", "0.5", "--own-words", str(sampled.path), "--output", "pruned"]
-    return [f"{Path(model).name}, own words written", *laid_out(shown), *_command_row(words)]
+    words = ["prune", sampled.model, "--sparsity", "0.5", "--own-words", str(sampled.path), "--output", "pruned"]
+    return [f"{Path(sampled.model).name}, own words written", *laid_out(shown), *_command_row(words)]
 
 
-def plan_lines(walk: PlannedWalk) -> list[str]:
+def _of_plan(walk: PlannedWalk) -> list[str]:
     """Return how much memory a job would take of each rank."""
     total = gibibytes(sum(walk.terms.values()))
     terms = [f"  {gibibytes(num_bytes):>10}  {name}" for name, num_bytes in walk.terms.items()]
@@ -46,7 +53,7 @@ def plan_lines(walk: PlannedWalk) -> list[str]:
     return [f"{walk.model}, {walk.num_windows} windows on {ranks}: {total} of memory a rank", *terms]
 
 
-def inspection_lines(report: InspectReport) -> list[str]:
+def _of_directory(report: InspectReport) -> list[str]:
     """Return the totals of a directory, and its kinds of tensors, in at most 25 lines."""
     shown = [*inspection_rows(report), ("tensors", f"{len(report.tensors):,}")]
     kinds = kinds_of_tensors(report.tensors)

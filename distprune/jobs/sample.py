@@ -63,8 +63,9 @@ class SampleJob(BareJob):
 
 @dataclass(frozen=True)
 class Sampled:
-    """What was written: so many windows, of so many tokens each, into ``path``; ``seconds``: writing alone."""
+    """What ``model`` has written into ``path``: windows, of so many tokens each; ``seconds``: writing alone."""
 
+    model: str
     path: Path
     num_samples: int
     sequence_length: int
@@ -117,4 +118,4 @@ def run_sample_job(
                 drawn = {"seed": job.seed, "temperature": job.temperature, "top_k": job.top_k}
                 about = {"model": name_of_model(path), **about_tokenizer(tokenizer), **drawn}
                 staging.write_bytes(words_content(words, about))
-    return Sampled(Path(job.output), len(words), job.sequence_length, seconds, peak_memory(comm))
+    return Sampled(job.model, Path(job.output), len(words), job.sequence_length, seconds, peak_memory(comm))

@@ -17,6 +17,7 @@ from distprune import jobs
 from distprune.checkpoint.inspect import InspectReport, TensorReport, inspect_directory
 from distprune.cli import display as display_module
 from distprune.cli.display import Display
+from distprune.cli.summary import summary
 from distprune.jobs import (
     FinetuneJob,
     OneShotJob,
@@ -58,7 +59,7 @@ def test_the_report_its_summary_and_its_table(
     job = dataclasses.replace(job, model="dense", output="out", **evaluation)
     display = Display(visible=True)
     done = run_one_shot_job(job, watcher=display)
-    display.summary(done)
+    display.show(summary(done))
     report = json.loads((tmp_path / "out" / REPORT_NAME).read_text())
     blocks = report["pruning"]["blocks"]
     assert [list(block["seconds"]) for block in blocks] == [STAGES] * 2
@@ -88,9 +89,8 @@ def test_the_report_its_summary_and_its_table(
     assert len(said) == 2
     assert f"pruned model.layers.0, 1 of 2 blocks: relative error {mean_error(blocks[0]['layers']):.4f}, " in said[0]
     assert said[1].endswith("00:00 left")
-    display.summary(
-        dataclasses.replace(done, num_ranks=2, peak_memory=(3 << 20, 5 << 20), peak_device_memory=(1 << 30, 0))
-    )
+    done = dataclasses.replace(done, num_ranks=2, peak_memory=(3 << 20, 5 << 20), peak_device_memory=(1 << 30, 0))
+    display.show(summary(done))
     lines = lines_of(capsys.readouterr().out)
     assert "  peak memory  5 MiB, in the largest of 2 processes" in lines
     assert "  on a device  1,024 MiB, in the largest of 2 processes" in lines
@@ -108,7 +108,7 @@ def test_the_summary_of_a_fine_tuning(
     job = FinetuneJob(model="pruned", output="out", data=str(text_file), steps=3, batch_size=2, sequence_length=16)
     display = Display(visible=True)
     report = run_finetune_job(job, watcher=display)
-    display.summary(report)
+    display.show(summary(report))
     shown, losses = capsys.readouterr(), report.work.losses
     lines = lines_of(shown.out)
     assert report.zeros == pruned.zeros  # one meaning everywhere
@@ -120,7 +120,7 @@ def test_the_summary_of_a_fine_tuning(
         for number, loss, share in zip((1, 2, 3), losses, ("33%", "67%", "100%"), strict=True)
     ]
     assert ("out" / Path("report.png")).exists() == (importlib.util.find_spec("matplotlib") is not None)
-    display.inspection(inspect_directory("out"))
+    display.show(summary(inspect_directory("out")))
     shown = capsys.readouterr()
     assert lines_of(shown.out)[1] == f"  sparsity     {pruned.zeros}"
     assert re.search(r"[0-9.]+ % +1,120 +2  model.layers.\*.mlp.up_proj.weight", shown.out)
@@ -132,7 +132,7 @@ def test_many_kinds_of_tensors(capsys: pytest.CaptureFixture[str]) -> None:
         for i in (0, 1)
         for kind in "abcdefghijklmnopqrst"
     ]
-    Display(visible=True).inspection(InspectReport("a", tuple(tensors)))
+    Display(visible=True).show(summary(InspectReport("a", tuple(tensors))))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 25
     assert lines[1] == "  sparsity     25.0 % of 160 parameters are zero"
@@ -143,7 +143,7 @@ def test_many_kinds_of_tensors(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_a_terminal_would_obey_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     tensor = TensorReport("\x1b[31m[bold]layer\x07", (4,), "float32", 4, 1, ())
     display = Display(visible=True)
-    display.inspection(InspectReport("\x1b]0;title", (tensor,)))
+    display.show(summary(InspectReport("\x1b]0;title", (tensor,))))
     display.say("block \x1b[31m")
     shown = capsys.readouterr()
     assert r"\x1b[31m[bold]layer\x07" in shown.out
