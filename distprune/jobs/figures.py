@@ -18,6 +18,7 @@ from distprune.formatting import count, share, zeros
 from distprune.removal.choose_units import refit_of_units
 
 WIDTH = 80  # columns of a terminal
+OF_A_RUN = ("resumed", "seconds", "peak memory", "on a device")  # rows in which two runs of a job differ
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component of a dotted name
 
 Row: TypeAlias = tuple[str, str]
@@ -57,8 +58,8 @@ def perplexities(report: Mapping[str, Any], *, in_full: bool = False) -> dict[st
     tokens, length = asked["evaluation_tokens"], asked["evaluation_length"]
     shown = {}
     for file, after in report["perplexity_after"].items():
-        short, long = f"in windows of {length:,} tokens", f"{tokens:,} tokens in windows of {length:,}"
-        text = f"{file}, {long}" if in_full else f"{Path(file).name}, {short}"
+        text = f"{Path(file).name}, in windows of {length:,} tokens"
+        text = f"{file}, {tokens:,} tokens in windows of {length:,}" if in_full else text
         shown[text] = (float(before[file]), float(after))
     return shown
 

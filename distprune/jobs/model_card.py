@@ -9,7 +9,7 @@ from pathlib import Path
 from distprune.checkpoint.hf_directory import CONFIG_NAME
 from distprune.checkpoint.hub import name_of_model
 from distprune.checkpoint.optional_packages import import_extra
-from distprune.jobs.figures import rows
+from distprune.jobs.figures import OF_A_RUN, rows
 from distprune.jobs.options import options_of
 from distprune.jobs.report import JobReport, SmallerModel, Trained, Work
 from distprune.patterns.base import Pattern
@@ -40,21 +40,14 @@ def model_card(report: JobReport[Work]) -> bytes:
         card.data.license = json.loads((report.model / CONFIG_NAME).read_bytes()).get("license")
     is_sparse = report.zeros is not None and report.zeros.num_zeros > 0
     card.data.tags = sorted({*(card.data.tags or ()), *_TAGS, *(("sparse",) if is_sparse else ())})
-    made_with = f"distprune {report.versions['distprune']}, torch {report.versions['torch']}"
-    shown = [*rows(report.to_dict()), ("made with", made_with)]
+    shown = [row for row in rows(report.to_dict()) if row[0] not in OF_A_RUN]  # the same job writes the same card
+    shown.append(("made with", f"distprune {report.versions['distprune']}, torch {report.versions['torch']}"))
     lines = [f"# {name}, {report.done}", "", "| | |", "|---|---|"]
     lines += [f"| {what} | {how_much} |" for what, how_much in shown]
     lines += ["", "Load it:", "", "```python", *_loading(report), "```"]
     if not isinstance(getattr(report.job, "pattern", None), Pattern):  # from Python, it is no option
         model = f"{name}@{report.model.name}" if of_hub else name  # with the commit
-        lines += [
-            "",
-            "Made by",
-            "",
-            "```bash",
-            _command(report, model),
-            "```",
-        ]
+        lines += ["", "Made by", "", "```bash", _command(report, model), "```"]
     if card.text.strip():
         lines += ["", f"What follows is the card of {name} before it was {report.done}.", "", card.text.strip()]
     card.text = "\n".join(lines) + "\n"

@@ -177,8 +177,7 @@ class JobReport(Generic[_Work]):
         title = f"{name_of_model(self.model)}, {self.done} on {ranks} ({self.device})"
         lines = [title, *laid_out(rows(self.to_dict()))]
         if len(lines) > _MOST_LINES:
-            left_out = f"  and {len(lines) - _MOST_LINES + 1} more lines in report.json"
-            lines = [*lines[: _MOST_LINES - 1], left_out]
+            lines[_MOST_LINES - 1 :] = [f"  and {len(lines) - _MOST_LINES + 1} more lines in report.json"]
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
