@@ -101,16 +101,13 @@ def test_shares(job: OneShotJob, method: Any, pattern: Any, allocation: Any, by:
     assert "0.weight" not in report.work.pattern  # as asked for
     linears = [of_layer for block in report.work.blocks for of_layer in block["layers"]]
     shares = [of_layer["num_pruned"] / of_layer["num_elements"] for of_layer in linears]
-    card = (Path(job.output) / "README.md").read_text()
+    assert f"| allocation | {by} |" in (Path(job.output) / "README.md").read_text()
     if by == "uniform":
         assert max(shares) - min(shares) < 0.05  # whole weights of a row
-        assert "allocated" not in card
         return
     assert max(shares) - min(shares) > 0.1
     total = round(pattern.sparsity * sum(of_layer["num_elements"] for of_layer in linears))
     assert abs(sum(of_layer["num_pruned"] for of_layer in linears) - total) <= 5
-    of_q = [share for share, of_layer in zip(shares, linears, strict=True) if "q_proj" in of_layer["name"]]
-    assert f"self_attn.q_proj {min(of_q):.1%}" in card
 
 
 @pytest.mark.parametrize("method", ["shared", "admm", "permuted"])
