@@ -88,9 +88,9 @@ def visit_blocks(
 ) -> Iterator[torch.Tensor]:
     """Yield for each decoder block what its visit measures, summed over all samples, float64.
 
-    Every rank must call it. Rounds: those of a walk, and for each block 1 of 8 bytes a number and that of its run.
-    ``progress`` is called with the number of blocks done, and of all; ``offload``, ``batch_tokens``: as of
-    :func:`walking`.
+    Every rank must call it. Rounds: those of a walk, and for each block 1 of 64 bytes, that of its run, and 1 of 8
+    bytes a number. ``progress`` is called with the number of blocks done, and of all; ``offload``, ``batch_tokens``: as
+    of :func:`walking`.
 
     Raises:
         ValueError, NotImplementedError, Exception: on every rank: what the walk raises, or on one a visit or
@@ -114,6 +114,8 @@ def _visited(comm: Communicator, walk: Walk, index: int, visit: Visit, progress:
         if progress is not None:
             progress(index + 1, len(walk.blocks))
 
-    with visit as measure:
+    with ExitStack() as stack:
+        with together(comm):
+            measure = stack.enter_context(visit)
         walk.advance(index, comm, end=lambda _, given, output: measured.append(measure(given, output)))
     return sum_together(comm, measured[0].shape, fill, torch.float64)

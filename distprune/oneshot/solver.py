@@ -68,6 +68,7 @@ def as_keys(sizes: torch.Tensor) -> torch.Tensor:
 class Solver(ABC):
     """Prunes rows of linear layers, from the statistics of their inputs.
 
+    >>> from distprune.oneshot.solver import Solved
     >>> class Plain(Solver):
     ...     def solve(self, rows, moments, pattern, choose):  # of layers that share an input
     ...         keep = choose({name: layer.weight.abs() * moments.norms for name, layer in rows.items()}, pattern)

@@ -262,7 +262,8 @@ def _perplexity(place: Place) -> Any:
 
 
 def _own_words(place: Place) -> Any:
-    return prune.own_words(_decoder(place), 2, 6, group=place.comm())
+    words = prune.own_words(_decoder(place), 2, 6, group=place.comm())
+    return list(words.shape)  # another number of ranks writes other words
 
 
 def _allocated(place: Place) -> Any:
