@@ -108,7 +108,7 @@ class PruneReport(Totals):
         ]
         for reason, num in Counter(self.left_out.values()).most_common(_NUM_REASONS):
             first = next(name for name, why in self.left_out.items() if why == reason)
-            lines.append(cut(f"  left out, {reason}: {num}, {'such as ' if num > 1 else ''}{first}"))
+            lines.append("  " + cut(f"left out, {reason}: {num}, {'such as ' if num > 1 else ''}{first}"))
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:

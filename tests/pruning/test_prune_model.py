@@ -86,6 +86,14 @@ def test_the_report_counts_what_is_there() -> None:
     assert copy.deepcopy(report).masks.sparsity() == 0.25
 
 
+def test_a_report_names_the_first_that_is_left_out_for_each_reason() -> None:
+    model = nn.ModuleDict({name: nn.Embedding(4, 4) for name in ("first", "second")})
+    model["linear"], model["normed"] = nn.Linear(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    lines = str(prune_model(model, 0.5)).splitlines()
+    assert lines[-2] == "  left out, an embedding: 2, such as first.weight"
+    assert lines[-1].startswith("  left out, under a parametrization: 2, such as normed.parametrizations.weight.orig")
+
+
 def test_a_report_shows_itself() -> None:
     model = decoder()
     num_all = sum(parameter.numel() for parameter in model.parameters())
