@@ -35,10 +35,6 @@ class Samples:
     batches: list[dict[str, Any]]
     windows: list[range]  # the numbers of samples, among those of all ranks
 
-    @property
-    def num_counted(self) -> int:
-        return sum(map(bool, self.windows))
-
 
 def load_samples(
     tokenizer: Any,

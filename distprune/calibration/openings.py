@@ -75,9 +75,8 @@ def random_tokens(model: Any, num: int, generator: torch.Generator, tokenizer: A
 
 def beginnings(tokenizer: Any, num: int, generator: torch.Generator) -> torch.Tensor:
     """Return the first tokens (num, 1) of :data:`BEGINNINGS`, in an order by chance, as often as they must. Local."""
-    texts = [text.rstrip(" ") for text in BEGINNINGS]
-    known = [ids[0] for text in texts if (ids := tokenizer(text, add_special_tokens=False)["input_ids"])]
-    firsts = torch.tensor(known, dtype=torch.int64, device="cpu")
+    openings = (tokenizer(text.rstrip(" "), add_special_tokens=False)["input_ids"] for text in BEGINNINGS)
+    firsts = torch.tensor([ids[0] for ids in openings if ids], dtype=torch.int64, device="cpu")
     order = torch.randperm(num, generator=generator, device="cpu")
     return firsts[order % len(firsts)][:, None]
 

@@ -51,7 +51,7 @@ def heard(model: Any, comm: Communicator, before: Callable[[], object] = lambda:
     before()
     with statistics.listening(), walk.block(0) as run:
         for i in range(walk.num_batches):
-            statistics.begin_sample(counts=i < mine.num_counted)
+            statistics.begin_sample(counts=bool(mine.windows[i]))
             run(i)
     return statistics
 

@@ -46,7 +46,7 @@ def moments_of_blocks(model: nn.Module, comm: Communicator, needs: Needs) -> lis
         statistics = InputStatistics(linear_layers(block), needs, SampleGroup(comm.rank, comm.size))
         with statistics.listening(), walk.block(index) as run:
             for i in range(walk.num_batches):
-                statistics.begin_sample(counts=i < mine.num_counted)
+                statistics.begin_sample(counts=bool(mine.windows[i]))
                 run(i)
         found.append(reduced(statistics, comm))
         walk.advance(index, comm)
@@ -133,7 +133,7 @@ def wanda(model: nn.Module, comm: Communicator, pattern: float | NM) -> dict[str
         statistics = InputStatistics(linears, "squares")
         with statistics.listening(), walk.block(index) as run:
             for i in range(walk.num_batches):
-                statistics.begin_sample(counts=i < mine.num_counted)
+                statistics.begin_sample(counts=bool(mine.windows[i]))
                 run(i)
         for moments in reduced(statistics, comm):
             norms = moments.norms
