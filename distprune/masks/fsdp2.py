@@ -84,11 +84,6 @@ def _watch_gradient(param: Any) -> None:
     sharded._post_accumulate_grad_hooks.move_to_end(param._watch.id, last=False)
 
 
-def is_masked(managed: Managed) -> bool:
-    """Return whether its all-gathers start from masked data."""
-    return isinstance(managed.param, _MaskedParam)
-
-
 def rename(managed: Managed, name: str, *, masked: bool) -> None:
     """Follow the parameter to its new ``name`` in its module; mask it from now on, or no longer."""
     param = managed.param
