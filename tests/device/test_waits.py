@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -133,44 +134,49 @@ def of_step(device: torch.device, name: str) -> Counts:
     return costs.waits, costs.sends
 
 
-def of_block(device: torch.device, name: str) -> Counts:
-    found = []
-    for num_blocks in (2, 3):
-        model = tiny_model("llama", num_hidden_layers=num_blocks, num_key_value_heads=2).to(device)
+def of_one_more(num: int, make: Callable[[int], nn.Module], call: Callable[[nn.Module, int], object]) -> Counts:
+    """Of ``call`` on what ``make`` makes for ``num`` things and one more, what the last one adds."""
+    counts = []
+    for i in (num, num + 1):
+        model = make(i)
         with Costs(DEVICE) as costs:
-            *more, method = name.split()
-            how: dict[str, Any] = {"method": method, "refit": "block" if "fitted" in more else "none"}
-            how |= {"permute": "channels"} if "permuted" in more else {}
-            prune.prune_blocks(model, samples(4), **how, pattern=SOLVERS[name], group=Alone())
-        found.append((costs.waits, costs.sends))
-    (waits, sends), (more_waits, more_sends) = found
+            call(model, i)
+        counts.append((costs.waits, costs.sends))
+    (waits, sends), (more_waits, more_sends) = counts
     return more_waits - waits, more_sends - sends
+
+
+def llama(device: torch.device, num_blocks: int) -> nn.Module:
+    return tiny_model("llama", num_hidden_layers=num_blocks, num_key_value_heads=2).to(device)
+
+
+def of_block(device: torch.device, name: str) -> Counts:
+    *more, method = name.split()
+    how: dict[str, Any] = {"method": method, "refit": "block" if "fitted" in more else "none"}
+    how |= {"permute": "channels"} if "permuted" in more else {}
+
+    def call(model: nn.Module, _: int) -> None:
+        prune.prune_blocks(model, samples(4), **how, pattern=SOLVERS[name], group=Alone())
+
+    return of_one_more(2, partial(llama, device), call)
 
 
 def of_window(device: torch.device, name: str) -> Counts:
-    found = []
-    for num_windows in (4, 5):
-        of_experts = {"num_local_experts": 4, "num_hidden_layers": 1}
-        of_layers = {"num_key_value_heads": 2, "num_hidden_layers": 2}
-        model = tiny_model("mixtral", **of_experts) if "experts" in name else tiny_model("llama", **of_layers)
-        model.to(device)
-        with Costs(DEVICE) as costs:
-            OF_WINDOWS[name](model, samples(num_windows))
-        found.append((costs.waits, costs.sends))
-    (waits, sends), (more_waits, more_sends) = found
-    return more_waits - waits, more_sends - sends
+    def make(_: int) -> nn.Module:
+        if "experts" in name:
+            return tiny_model("mixtral", num_local_experts=4, num_hidden_layers=1).to(device)
+        return llama(device, 2)
+
+    return of_one_more(4, make, lambda model, num: OF_WINDOWS[name](model, samples(num)))
 
 
 def of_removal(device: torch.device, _: str) -> Counts:
     """Of one block more, of which MLP channels and KV groups go."""
-    found = []
-    for num_blocks in (2, 3):
-        model = tiny_model("llama", num_hidden_layers=num_blocks, num_key_value_heads=2).to(device)
-        with Costs(DEVICE) as costs:
-            choose_units(model, samples(4), {"mlp": 0.5, "kv_groups": 1}, refit="least_squares", group=Alone())
-        found.append((costs.waits, costs.sends))
-    (waits, sends), (more_waits, more_sends) = found
-    return more_waits - waits, more_sends - sends
+
+    def call(model: nn.Module, _: int) -> None:
+        choose_units(model, samples(4), {"mlp": 0.5, "kv_groups": 1}, refit="least_squares", group=Alone())
+
+    return of_one_more(2, partial(llama, device), call)
 
 
 def counted_on_rank(rank: int) -> dict[str, Counts]:
