@@ -13,9 +13,9 @@ from distprune.checkpoint.hf_save import ModelWriter
 from distprune.checkpoint.output_files import check_room
 from distprune.collectives.agree import sum_together, together
 from distprune.jobs.files import JobFiles
-from distprune.jobs.run import Run, clock
+from distprune.jobs.run import Run
 from distprune.models.decoder_blocks import decoder_blocks
-from distprune.oneshot.report import BlockReport
+from distprune.oneshot.report import BlockReport, clock
 
 _OTHERS = "model.others.safetensors"  # the tensors that are in no block
 

@@ -27,9 +27,10 @@ from distprune.jobs.masked_training import MaskedTraining
 from distprune.jobs.options import MOST, RUNNING, TRAINING, ask, asked
 from distprune.jobs.own_words import Windows, ask_words, file_of, load_windows
 from distprune.jobs.report import JobReport, Trained
-from distprune.jobs.run import Device, Run, clock
+from distprune.jobs.run import Device, Run
 from distprune.jobs.watcher import Watcher
 from distprune.models.find_shards import find_shards
+from distprune.oneshot.report import clock
 from distprune.shards.local_shard import LocalShard, count_zeros
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

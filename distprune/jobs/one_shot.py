@@ -16,13 +16,14 @@ from distprune.jobs.calibrated import CalibratedJob, load_calibrated
 from distprune.jobs.files import open_files
 from distprune.jobs.options import METHOD, RUNNING, PruningJob, ask, asked, parse_bytes
 from distprune.jobs.report import JobReport, PrunedBlocks
-from distprune.jobs.run import Device, Run, clock
+from distprune.jobs.run import Device, Run
 from distprune.jobs.watcher import Watcher
 from distprune.models.find_shards import count_parameters
 from distprune.oneshot.allocation import Allocation, allocate
 from distprune.oneshot.estimate import as_line, estimate
 from distprune.oneshot.prune_blocks import prune_blocks
 from distprune.oneshot.recipe import BlockRefit, OneShotMethod, Permute, Recipe, Sequential
+from distprune.oneshot.report import clock
 from distprune.patterns.as_pattern import as_pattern
 
 

@@ -19,8 +19,9 @@ from distprune.calibration.own_words import SELF, own_words
 from distprune.collectives.agree import agree, together
 from distprune.jobs.files import JobFiles
 from distprune.jobs.options import MOST, ask
-from distprune.jobs.run import Run, clock
+from distprune.jobs.run import Run
 from distprune.jobs.words_file import about_tokenizer, read_words, write_words
+from distprune.oneshot.report import clock
 
 OWN_WORDS = 96  # windows beside those of a text, of a method that has them by default
 _WORDS = "own_words"  # a record, and the file of the windows

@@ -36,7 +36,7 @@ from distprune.jobs.picture import PICTURE_NAME, can_draw, picture
 from distprune.jobs.report import Evaluation, JobReport, Work
 from distprune.jobs.tasks import load_tasks, run_tasks
 from distprune.jobs.watcher import Reporter, Watcher
-from distprune.oneshot.report import peak_memory
+from distprune.oneshot.report import clock, peak_memory
 from distprune.shards.device import as_device
 from distprune.version import __version__
 
@@ -194,14 +194,6 @@ class Run:
             self.reporter.say(f"{path.name} is {otherwise}: {type(error).__name__}: {error}")
             return
         write_whole(path, content, sync=False)
-
-
-@contextmanager
-def clock(seconds: dict[str, float], stage: str) -> Iterator[None]:
-    """Add the time the body takes to ``seconds[stage]``."""
-    started = time.perf_counter()
-    yield
-    seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - started
 
 
 def write_report(report: Mapping[str, Any], folder: Path) -> None:

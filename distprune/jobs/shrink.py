@@ -18,10 +18,11 @@ from distprune.jobs.calibrated import CalibratedJob, load_calibrated
 from distprune.jobs.files import open_files
 from distprune.jobs.options import METHOD, SIZES, ask, asked, parse_budget, parse_size
 from distprune.jobs.report import JobReport, SmallerModel
-from distprune.jobs.run import Device, Run, clock
+from distprune.jobs.run import Device, Run
 from distprune.jobs.watcher import Watcher
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.oneshot.recipe import share_of_targets
+from distprune.oneshot.report import clock
 from distprune.removal.choose_units import default_targets_of, refit_of_units
 from distprune.removal.criteria import CriterionName
 from distprune.removal.experts import ExpertCriterion

@@ -36,8 +36,9 @@ from distprune.jobs.files import JobFiles, ResumableJob, open_files
 from distprune.jobs.options import FILES, METHOD, ask, asked
 from distprune.jobs.prune import PruneJob
 from distprune.jobs.report import JobReport
-from distprune.jobs.run import Run, clock
+from distprune.jobs.run import Run
 from distprune.jobs.watcher import Watcher
+from distprune.oneshot.report import clock
 from distprune.pruning.prune_model import Request
 from distprune.pruning.report import PruneReport
 from distprune.pruning.streamed import StreamedPruning

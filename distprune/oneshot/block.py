@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from distprune.oneshot.channel_order import order_channels
 from distprune.oneshot.channels import find_channels
 from distprune.oneshot.driver import Clock
 from distprune.oneshot.outcome import Outcome
-from distprune.oneshot.report import BlockReport, LayerReport, Meter, OneShotReport
+from distprune.oneshot.report import BlockReport, LayerReport, Meter, OneShotReport, clock
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows, whole_rows
 from distprune.patterns.n_by_m import NByM
@@ -39,7 +39,6 @@ OnBlock = Callable[[int, BlockReport], None]
 Finished = Callable[[int], bool]
 
 _STAGES = ("forward", "reduce", "target", "factor", "sweep", "fit")
-_AT_ONCE = BlockOrder((), frozenset(), frozenset(), frozenset())
 _HEALING = Aim(share=1.0, damping=1.0)  # what one layer can make up for whole layers overfits with less
 
 
@@ -157,14 +156,6 @@ class _Begun:
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     num_tokens: dict[str, int] = field(default_factory=dict)
 
-    @contextmanager
-    def clock(self, stage: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
-
 
 @dataclass
 class _BlockPruner:
@@ -188,14 +179,14 @@ class _BlockPruner:
         Every rank must call it, as what follows: :meth:`is_restored`, :meth:`prune`.
         """
         options, linears = self.options, self.linears[index]
-        begun = _Begun(index, _AT_ONCE, None, self.comm.traffic.copy(), {}, dict(linears.dense))
+        traffic, seconds = self.comm.traffic.copy(), dict[str, float]()
         if options.permutes is not None:
-            with begun.clock("permute"):
+            with clock(seconds, "permute"):
                 self._permute(index, options.permutes)
-        with begun.clock("forward"):
-            begun.order = self._order(index, linears.linears)
-            begun.targets = self._dense_pass(index, linears.linears, begun.order) if options.has_targets else None
-        return begun
+        with clock(seconds, "forward"):
+            order = self._order(index, linears.linears)
+            targets = self._dense_pass(index, linears.linears, order) if options.has_targets else None
+        return _Begun(index, order, targets, traffic, seconds, dict(linears.dense))
 
     def is_restored(self, index: int, finished: Finished) -> bool:
         """Return whether ``finished`` brings block ``index`` to what it was pruned to; then advance behind it."""
@@ -214,17 +205,17 @@ class _BlockPruner:
         begun.targets = None
         fit, advances = None, self._next(index) < len(walk.blocks)
         if self.options.fits:
-            with begun.clock("fit"):
+            with clock(begun.seconds, "fit"):
                 linears = linear_layers(walk.blocks[index][1]).values()
                 matrices = {linear.parameter_path for linear in linears} - begun.dense.keys()
                 fit = fit_block(self.comm, walk, index, matrices, self.options.seed, advances)
         elif advances:
-            with begun.clock("forward"):
+            with clock(begun.seconds, "forward"):
                 walk.advance(index, self.comm)
         return self._report(begun, fit)
 
     def _prune_stage(self, begun: _Begun, stage: Sequence[str]) -> None:
-        with begun.clock("forward"):
+        with clock(begun.seconds, "forward"):
             statistics = self._run(begun, stage)
         for moments in self._reduced(statistics, begun):
             self._prune_layers(begun, moments)
@@ -244,7 +235,7 @@ class _BlockPruner:
             aim = _HEALING
         owned = {linear.parameter_path: self.owned[f"{name}.{linear.parameter_path}"] for linear in now.values()}
         with whole_rows(self.comm, now, owned, f"{name}.") as rows, torch.no_grad():
-            begun.outcomes |= self.prune_rows(self.comm, rows, moments, begun.clock, aim)
+            begun.outcomes |= self.prune_rows(self.comm, rows, moments, partial(clock, begun.seconds), aim)
 
     def _report(self, begun: _Begun, fit: BlockFit | None) -> BlockReport:
         name, layers = self.walk.blocks[begun.index][0], list[LayerReport]()
@@ -285,7 +276,7 @@ class _BlockPruner:
         """Yield the moments of ``statistics``, as :meth:`InputStatistics.reduce` does; an error names the block."""
         waves = statistics.reduce(self.comm, expert_memory=self.options.expert_memory)
         while True:
-            with begun.clock("reduce"), self._naming(begun.index):
+            with clock(begun.seconds, "reduce"), self._naming(begun.index):
                 moments = next(waves, None)
             if moments is None:
                 return
@@ -305,7 +296,7 @@ class _BlockPruner:
 
     def _order(self, index: int, linears: Mapping[str, LinearLayer]) -> BlockOrder:
         if not (self.options.by_layer or self.options.has_targets):
-            return replace(_AT_ONCE, stages=(tuple(linears),))
+            return BlockOrder((tuple(linears),), frozenset(), frozenset(), frozenset())
         everything = linear_layers(self.walk.blocks[index][1])
         names = tuple(linears), tuple(everything)
         if names not in self.orders:  # blocks are alike

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,16 @@ from distprune.collectives.base import Communicator
 from distprune.formatting import count, cut, one_line, share, took, worst, zeros
 from distprune.oneshot.block_fit import BlockFit
 from distprune.totals import Totals
+
+
+@contextmanager
+def clock(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    """Add the time the body takes to ``seconds[stage]``."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - started
 
 
 @dataclass(frozen=True)
