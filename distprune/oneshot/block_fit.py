@@ -28,6 +28,7 @@ from distprune.collectives.base import Communicator, as_told, cannot_meet
 from distprune.collectives.tensors import placed_like
 from distprune.models.evaluating import needing_gradients
 from distprune.oneshot.block_layers import num_places
+from distprune.oneshot.estimate import is_out_of_memory
 from distprune.shards.device import fetched, own_settings, plain_attention
 from distprune.shards.geometry import Geometry
 from distprune.shards.layouts import local_of, local_shard
@@ -146,9 +147,8 @@ def _measured(comm: Communicator, walk: Walk, index: int) -> tuple[_Measured, li
             if walk.windows[batch] and walk.sample_group.rank == 0:
                 given, wanted = (stream[batch].to(output.device).float() for stream in (walk.hidden, walk.dense))
                 with own_settings():
-                    squares = [
-                        (change).square_().sum(dtype=torch.float64) for change in (output - wanted, wanted - given)
-                    ]
+                    changes = output - wanted, wanted - given
+                    squares = [change.square_().sum(dtype=torch.float64) for change in changes]
                     sums[batch] = torch.stack(squares)
         for batch, of_batch in zip(sums, fetched(list(sums.values())), strict=True):
             if not of_batch.isfinite().all():
@@ -272,7 +272,7 @@ class _Fit:
             try:
                 found = torch.autograd.grad(output, parameters, pull, allow_unused=True)
             except RuntimeError as error:
-                if isinstance(error, torch.OutOfMemoryError) or cannot_meet(error):
+                if is_out_of_memory(error) or cannot_meet(error):
                     raise
                 raise NotImplementedError(
                     f"block {self._name!r} cannot be fitted as a whole; refit='none' does without: {error}"

@@ -217,6 +217,22 @@ def test_samples_may_be_in_any_dim_of_hidden_states(family: str) -> None:
         assert one[1] < one[0]
 
 
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [("DefaultCPUAllocator: can't allocate memory", RuntimeError), ("no derivative", NotImplementedError)],
+)
+def test_where_memory_runs_out_nothing_else_is_said(
+    said: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(torch.autograd, "grad", fails)
+    with pytest.raises(RuntimeError, match=said) as raised:  # NotImplementedError is one
+        prune_blocks(tiny_model("llama"), samples(4), pattern="2:4")
+    assert type(raised.value) is kind
+
+
 def test_inference_mode_is_refused() -> None:
     model = tiny_model("llama")
     with torch.inference_mode(), pytest.raises(ValueError, match="inference_mode"):
