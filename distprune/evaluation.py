@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.calibration.data import check_fit, tokens_together
+from distprune.calibration.data import check_fit, device_of, tokens_together
 from distprune.calibration.sample_group import find_sample_group, shared_axis
 from distprune.calibration.text import first_tokens
 from distprune.calibration.token_ids import TokenIds, as_line, as_windows
@@ -166,7 +166,7 @@ def log_likelihoods(
         axis = shared_axis(model)
         num_together = tokens_together(model, batch_tokens)
     sample_group = find_sample_group(comm, axis)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     batches = _batches(asked, num_together, sample_group.num_groups)
     num_rounds = -(-len(batches) // sample_group.num_groups)
 

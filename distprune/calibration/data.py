@@ -146,9 +146,13 @@ def own_samples(
     sample_group: SampleGroup, model: nn.Module, token_ids: torch.Tensor, batch_tokens: int | None = None
 ) -> Samples:
     """Return the samples that ``sample group`` runs, on the device of ``model``. Local."""
-    device = next((parameter.device for parameter in model.parameters()), "cpu")
     num_tokens = tokens_together(model, batch_tokens)
-    return spread(token_ids, sample_group.number, sample_group.num_groups, num_tokens, device)
+    return spread(token_ids, sample_group.number, sample_group.num_groups, num_tokens, device_of(model))
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return where ``module`` runs: the device of its first parameter, the CPU where it has none. Local."""
+    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 
 
 def tokens_together(model: nn.Module, batch_tokens: int | None) -> int:
@@ -160,9 +164,8 @@ def tokens_together(model: nn.Module, batch_tokens: int | None) -> int:
         TypeError, ValueError: ``batch_tokens`` is no number of tokens.
     """
     if batch_tokens is None:
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         width = getattr(getattr(model, "config", None), "hidden_size", None) or 1
-        return _BATCH_TOKENS if device.type != "cpu" else min(_BATCH_TOKENS, _CPU_FEATURES // width)
+        return _BATCH_TOKENS if device_of(model).type != "cpu" else min(_BATCH_TOKENS, _CPU_FEATURES // width)
     if isinstance(batch_tokens, bool) or not isinstance(batch_tokens, int):
         raise TypeError(f"batch_tokens must be a number of tokens, not {batch_tokens!r}")
     if batch_tokens < 1:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from distprune.calibration.data import check_fit, token_digest
+from distprune.calibration.data import check_fit, device_of, token_digest
 from distprune.calibration.openings import (
     BESIDE_A_TEXT,
     WITHOUT_A_TEXT,
@@ -144,7 +144,7 @@ def own_words(
         digests = [token_digest(part.prompts) for part in parts]
         facts = {"asked": [numbers, temperature], "prompts": digests, "progress": progress is not None}
         windows = torch.zeros(samples, sequence_length, dtype=torch.int64, device="cpu")
-        device = next((parameter.device for parameter in bare.parameters()), torch.device("cpu"))
+        device = device_of(bare)
     agree(comm, facts)
     sample_group = find_sample_group(comm, axis)
 
@@ -274,7 +274,7 @@ def _generating(
     """
     anything: Any = model
     before, vocabulary = anything.generation_config, vocabulary_of(model)
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     generator = torch.Generator(device).manual_seed(_seed_of(*seeds))
 
     def generate(prompts: torch.Tensor, length: int, tell: Callable[[int], None]) -> torch.Tensor:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from distprune.calibration.data import device_of
 from distprune.calibration.stand_in import standing_in
 from distprune.calibration.walk import Walk, with_hidden
 from distprune.shards.fsdp2_forward import kept_gathered
@@ -20,7 +21,7 @@ def past_blocks(walk: Walk) -> Iterator[Callable[[int, torch.Tensor], torch.Tens
     gathered. Under FSDP2 what is around them is gathered (inside torch), once for all runs: embeddings, too. Every rank
     must call it. No gradients.
     """
-    device = next((p.device for p in walk.model.parameters()), torch.device("cpu"))
+    device = device_of(walk.model)
     last = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def logits(batch: int, hidden: torch.Tensor) -> torch.Tensor:

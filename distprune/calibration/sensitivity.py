@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from distprune.calibration.data import own_samples
+from distprune.calibration.data import device_of, own_samples
 from distprune.calibration.listening import first_layers
 from distprune.calibration.sample_group import SampleGroup, flat_local
 from distprune.calibration.walk import named
@@ -79,7 +79,7 @@ def measure_sensitivities(
         {f"{prefix}.{name}": linear for name, linear in of_block.items()}
         for (prefix, _), of_block in zip(blocks, linears, strict=True)
     ]
-    device = next((parameter.device for parameter in bare.parameters()), torch.device("cpu"))
+    device = device_of(bare)
     with together(comm):
         of_all = {name: linear for of_block in by_block for name, linear in of_block.items()}
         listener = _BackwardListener(sample_group, of_all, device)

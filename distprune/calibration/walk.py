@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from distprune.calibration.data import device_of
 from distprune.calibration.sample_group import SampleGroup
 from distprune.collectives.agree import together
 from distprune.collectives.base import Communicator
@@ -144,7 +145,7 @@ class Walk:
         autograd records runs: of the block's parameters as they are meanwhile, nothing is reduced over ranks.
         """
         name, block = self.blocks[index]
-        device = next((p.device for p in block.parameters()), torch.device("cpu"))
+        device = device_of(block)
         stream = self.dense if dense else self.hidden
 
         def run(batch: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from distprune.calibration.data import token_digest
+from distprune.calibration.data import device_of, token_digest
 from distprune.calibration.visit import visit_blocks
 from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import Group, communicator
@@ -88,7 +88,7 @@ def _scoring(
 ) -> Iterator[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
     """Score the experts of all places of a block, batch by batch."""
     sizes = [units.num_units for units in places]
-    device = next((parameter.device for parameter in block.parameters()), torch.device("cpu"))
+    device = device_of(block)
     scores = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
 
     def measure(given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
