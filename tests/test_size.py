@@ -12,11 +12,11 @@ PACKAGE = Path(__file__).parent.parent / "distprune"
 # By folder, "." the files beside them: the most lines of code that it may have, and the goal.
 LINES = {
     ".": (423, 320),
-    "calibration": (2081, 1350),
+    "calibration": (2056, 1350),
     "checkpoint": (1652, 1180),
     "cli": (639, 410),
     "collectives": (675, 640),
-    "jobs": (2492, 1280),
+    "jobs": (2463, 1280),
     "kernels": (814, 800),
     "masks": (489, 470),
     "models": (920, 690),

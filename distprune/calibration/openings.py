@@ -8,17 +8,15 @@ to is in benchmarks/results.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from distprune.models.decoder_blocks import text_config
 
-Kind = Literal["tokens", "beginnings", "chats"]
-# Whose windows come in turn, beside a text that some windows continue, and without one.
-BESIDE_A_TEXT: tuple[Kind, ...] = ("beginnings", "chats")
-WITHOUT_A_TEXT: tuple[Kind, ...] = ("tokens", "beginnings", "chats")
+_NUM_TEXTS, _LEAST = 4, 32  # of a window whose texts begin with one token; tokens of each, or there are fewer
 
 # fmt: off
 BEGINNINGS = (
@@ -37,22 +35,53 @@ def vocabulary_of(model: nn.Module) -> int:
     Raises:
         NotImplementedError: its configuration does not say.
     """
-    found = getattr(text_config(model), "vocab_size", None)
-    if not isinstance(found, int) or found < 1:
+    size = getattr(text_config(model), "vocab_size", None)
+    if not isinstance(size, int) or size < 1:
         raise NotImplementedError(f"{type(model).__name__} says no vocab_size in its configuration; give a text")
-    return found
+    return size
 
 
-def kinds_of(num_windows: int, kinds: tuple[Kind, ...], tokenizer: Any) -> list[Kind]:
-    """Return the kind of each window. Local.
+@dataclass(frozen=True)
+class Texts:
+    """Texts that are written together: from ``prompts`` (texts, tokens) to ``length`` tokens; they fill ``windows``."""
 
-    Without a chat template beginnings take the place of chats, and without a tokenizer random tokens that of all.
+    prompts: torch.Tensor
+    length: int
+    windows: list[int]
+
+    @property
+    def num_steps(self) -> int:
+        return self.length - self.prompts.shape[1]
+
+
+def texts_of(
+    model: nn.Module, tokenizer: Any, prompts: torch.Tensor | None, samples: int, length: int, seed: int
+) -> list[Texts]:
+    """Return the texts of ``samples`` windows of ``length`` tokens: the first continue ``prompts``. Local.
+
+    The others are in turn of the kinds that :func:`distprune.own_words` names; beside prompts none begins with random
+    tokens. Without a chat template, or room for one, beginnings take the place of chats, and without a tokenizer random
+    tokens that of all. Texts that begin with one token may be a few tokens too long for their window.
     """
-    if tokenizer is None:
-        kinds = ("tokens",)
-    elif chat_opening(tokenizer) is None:
-        kinds = tuple("beginnings" if kind == "chats" else kind for kind in kinds)
-    return [kinds[number % len(kinds)] for number in range(num_windows)]
+    num_given = 0 if prompts is None else len(prompts)
+    texts = [] if prompts is None else [Texts(prompts.cpu(), length, list(range(num_given)))]
+    opening = chat_opening(tokenizer)
+    kinds = ["tokens"] if prompts is None or tokenizer is None else []
+    if tokenizer is not None:
+        kinds += ["beginnings", "chats" if 0 < len(opening) < length else "beginnings"]
+    generator = torch.Generator("cpu").manual_seed(seed)
+    num_texts = max(1, min(_NUM_TEXTS, length // _LEAST))  # of a window
+    for kind in dict.fromkeys(kinds[: samples - num_given]):
+        windows = [i for i in range(num_given, samples) if kinds[(i - num_given) % len(kinds)] == kind]
+        num = len(windows) * num_texts
+        if kind == "chats":
+            chats = torch.tensor([opening] * len(windows), dtype=torch.int64, device="cpu")
+            texts.append(Texts(chats, length, windows))
+        elif kind == "tokens":
+            texts.append(Texts(random_tokens(model, num, generator, tokenizer), -(-length // num_texts), windows))
+        else:
+            texts.append(Texts(beginnings(tokenizer, num, generator), -(-length // num_texts), windows))
+    return texts
 
 
 def random_tokens(model: Any, num: int, generator: torch.Generator, tokenizer: Any = None) -> torch.Tensor:
@@ -82,14 +111,15 @@ def beginnings(tokenizer: Any, num: int, generator: torch.Generator) -> torch.Te
     return firsts[order % len(firsts)][:, None]
 
 
-def chat_opening(tokenizer: Any) -> list[int] | None:
-    """Return the tokens with which a user's turn begins in the tokenizer's chat template; ``None``: it has none."""
+def chat_opening(tokenizer: Any) -> list[int]:
+    """Return the tokens with which a user's turn begins in the tokenizer's chat template; it may have none. Local."""
     said = "distprune"
     try:
         chat = tokenizer.apply_chat_template([{"role": "user", "content": said}], tokenize=False)
     except Exception:  # it has no template, or one for more than a user
-        return None
+        return []
     opening, _, _ = chat.partition(said)
     role = opening.rfind("user")
     starts = [opening.rfind(special, 0, role) for special in tokenizer.all_special_tokens] if role >= 0 else []
-    return tokenizer(opening[max([0, *starts]) :], add_special_tokens=False)["input_ids"] or None
+    ids: list[int] = tokenizer(opening[max([0, *starts]) :], add_special_tokens=False)["input_ids"]
+    return ids

@@ -7,26 +7,16 @@ the other, where prompts are one token each: so few windows are about many thing
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from distprune.calibration.data import check_fit, device_of, token_digest
-from distprune.calibration.openings import (
-    BESIDE_A_TEXT,
-    WITHOUT_A_TEXT,
-    beginnings,
-    chat_opening,
-    kinds_of,
-    random_tokens,
-    vocabulary_of,
-)
+from distprune.calibration.openings import texts_of, vocabulary_of
 from distprune.calibration.sample_group import find_sample_group, shared_axis
 from distprune.calibration.token_ids import TokenIds
 from distprune.collectives.agree import agree, check_facts, same_everywhere, sum_together, together
@@ -44,7 +34,6 @@ CACHE_MEMORY = 4 << 30  # bytes of keys and values at a time, on one rank
 TOP_K = 1000
 SELF = "self"  # samples that the model writes
 _NUM_WINDOWS, _LENGTH = 128, 2048  # of those
-_NUM_TEXTS, _LEAST = 4, 32  # of a window whose texts begin with one token; tokens of each, or there are fewer
 _UNKNOWN_WIDTH, _UNKNOWN_LAYERS = 8192, 64  # of a model whose config does not say its sizes: large
 _LOGIT_BYTES = 24  # an element: the model's, and in float32 those of transformers
 
@@ -134,89 +123,49 @@ def own_words(
         numbers["cache_memory"] = cache_memory
         _check(bare, numbers, temperature, prompts)
         check_runs_on_tokens(bare)
-        parts = _parts(bare, tokenizer, prompts, samples, sequence_length, seed)
-        for part in parts:
-            check_fit(part.prompts, bare)
-        check_fit(torch.zeros(1, sequence_length, dtype=torch.int64, device="cpu"), bare)
+        all_texts = texts_of(bare, tokenizer, prompts, samples, sequence_length, seed)
+        for texts in all_texts:
+            check_fit(texts.prompts, bare, sequence_length)
         reset_forward(bare)
         axis = shared_axis(bare)
-        total = sum(len(part.prompts) * part.num_steps for part in parts)
-        digests = [token_digest(part.prompts) for part in parts]
+        digests = [token_digest(texts.prompts) for texts in all_texts]
         facts = {"asked": [numbers, temperature], "prompts": digests, "progress": progress is not None}
         windows = torch.zeros(samples, sequence_length, dtype=torch.int64, device="cpu")
         device = device_of(bare)
+        is_gathered = num_bytes(bare) <= cache_memory
+        num_done, total = 0, sum(len(texts.prompts) * texts.num_steps for texts in all_texts)
     agree(comm, facts)
     sample_group = find_sample_group(comm, axis)
+    num_groups, number = sample_group.num_groups, sample_group.number
 
     def tell(num_done: int, num_texts: int, step: int) -> None:
         if progress is not None:
             progress(num_done + num_texts * step, total)
 
+    take_roots(bare)
     with (
-        _gathered(bare, cache_memory) as is_gathered,
+        kept_gathered(bare) if is_gathered else nullcontext(),
         in_step(comm, bare, layers_communicate=sample_group.size > 1, is_gathered=is_gathered) as run,
-        _generating(bare, temperature, top_k, (seed, sample_group.number)) as generate,
+        _generating(bare, temperature, top_k, _seed_of(seed, number)) as generate,
     ):
-        num_done = 0
-        for part in parts:
-            texts = torch.zeros(len(part.prompts), part.length, dtype=torch.int64, device="cpu")
-            size = _batch_size(bare, part.length, cache_memory)
-            for batches in _rounds(len(texts), size, sample_group.num_groups):
-                mine = batches[sample_group.number] if sample_group.number < len(batches) else []
-                chosen, num_texts = mine or [len(texts) - 1], sum(map(len, batches))  # all ranks run as many forwards
-                prompts_here = part.prompts[chosen].to(device)
-                written = run(generate, prompts_here, part.length, partial(tell, num_done, num_texts))
-                if mine and sample_group.rank == 0:
-                    texts[mine] = written.cpu()
-                num_done += num_texts * part.num_steps
-            windows[part.windows] = texts.view(len(part.windows), -1)[:, :sequence_length]
+        for texts in all_texts:
+            num_texts = len(texts.prompts)
+            written = torch.zeros(num_texts, texts.length, dtype=torch.int64, device="cpu")
+            # All groups write about as many texts at a time, and all ranks run as many forwards.
+            num_rounds = -(-num_texts // (_batch_size(bare, texts.length, cache_memory) * num_groups))
+            batches = torch.split(torch.arange(num_texts, device="cpu"), -(-num_texts // (num_rounds * num_groups)))
+            for start in range(0, len(batches), num_groups):
+                at_once = batches[start : start + num_groups]
+                num_at_once = sum(map(len, at_once))
+                batch = at_once[number] if number < len(at_once) else batches[-1][-1:]
+                prompts_here = texts.prompts[batch].to(device)
+                ids = run(generate, prompts_here, texts.length, partial(tell, num_done, num_at_once))
+                if number < len(at_once) and sample_group.rank == 0:
+                    written[batch] = ids.cpu()
+                num_done += num_at_once * texts.num_steps
+            windows[texts.windows] = written.view(len(texts.windows), -1)[:, :sequence_length]
     reset_forward(bare)
     return sum_together(comm, (samples, sequence_length), lambda words: words.copy_(windows))
-
-
-@dataclass(frozen=True)
-class _Texts:
-    """Texts that are written together: from ``prompts`` (texts, tokens) to ``length`` tokens; they fill ``windows``."""
-
-    prompts: torch.Tensor
-    length: int
-    windows: list[int]
-
-    @property
-    def num_steps(self) -> int:
-        return self.length - self.prompts.shape[1]
-
-
-def _parts(
-    bare: nn.Module, tokenizer: Any, prompts: torch.Tensor | None, samples: int, length: int, seed: int
-) -> list[_Texts]:
-    """Return all texts of the windows, by how many tokens they begin with. Local."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    given = 0 if prompts is None else len(prompts)
-    found = [] if prompts is None else [_Texts(prompts.cpu(), length, list(range(given)))]
-    kinds = kinds_of(samples - given, BESIDE_A_TEXT if given else WITHOUT_A_TEXT, tokenizer)
-    opening = chat_opening(tokenizer) if "chats" in kinds else None
-    if opening is not None and len(opening) >= length:
-        kinds, opening = ["beginnings" if kind == "chats" else kind for kind in kinds], None
-    windows = {kind: [given + number for number, other in enumerate(kinds) if other == kind] for kind in {*kinds}}
-    for kind in ("tokens", "beginnings"):
-        if kind in windows:
-            num, of_text = texts_of(len(windows[kind]), length)
-            is_random = kind == "tokens"
-            firsts = (
-                random_tokens(bare, num, generator, tokenizer) if is_random else beginnings(tokenizer, num, generator)
-            )
-            found.append(_Texts(firsts, of_text, windows[kind]))
-    if opening is not None:
-        chats = torch.tensor([opening], dtype=torch.int64, device="cpu").repeat(len(windows["chats"]), 1)
-        found.append(_Texts(chats, length, windows["chats"]))
-    return found
-
-
-def texts_of(num_windows: int, sequence_length: int) -> tuple[int, int]:
-    """Return how many texts windows without prompts hold, and of how many tokens, of the last ones too many. Local."""
-    num = max(1, min(_NUM_TEXTS, sequence_length // _LEAST))
-    return num_windows * num, -(-sequence_length // num)
 
 
 def _check(bare: nn.Module, numbers: dict[str, int], temperature: float, prompts: torch.Tensor | None) -> None:
@@ -248,34 +197,16 @@ def _check(bare: nn.Module, numbers: dict[str, int], temperature: float, prompts
 
 
 @contextmanager
-def _gathered(model: nn.Module, most: int) -> Iterator[bool]:
-    """Gather what FSDP2 has sharded if all weights take at most so many bytes; yield whether forwards need not gather.
-
-    Every rank must enter it: what FSDP2 communicates.
-    """
-    take_roots(model)
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
-        yield True
-    elif num_bytes(model) > most:
-        yield False
-    else:
-        with kept_gathered(model):
-            yield True
-
-
-@contextmanager
 def _generating(
-    model: nn.Module, temperature: float, top_k: int, seeds: tuple[int, int]
+    model: nn.Module, temperature: float, top_k: int, seed: int
 ) -> Iterator[Callable[[torch.Tensor, int, Callable[[int], None]], torch.Tensor]]:
     """Yield what continues prompts (texts, k) to texts of a length; leave ``model`` as it was.
 
-    Nothing of the model's own generation settings acts (penalties, forced tokens, lengths, an end). ``seeds``: the
-    seed of the call, and the number of the sample group. Local.
+    Nothing of the model's own generation settings acts (penalties, forced tokens, lengths, an end). Local.
     """
     anything: Any = model
     before, vocabulary = anything.generation_config, vocabulary_of(model)
-    device = device_of(model)
-    generator = torch.Generator(device).manual_seed(_seed_of(*seeds))
+    generator = torch.Generator(device_of(model)).manual_seed(seed)
 
     def generate(prompts: torch.Tensor, length: int, tell: Callable[[int], None]) -> torch.Tensor:
         are_numbers = torch.ones((), dtype=torch.bool, device=prompts.device)
@@ -319,15 +250,6 @@ def _seed_of(seed: int, number: int) -> int:
     return int(torch.randint(1 << 62, (number + 1,), generator=generator, device="cpu")[number])
 
 
-def _rounds(num_texts: int, size: int, num_groups: int) -> Iterator[list[list[int]]]:
-    """Yield what each sample group writes at a time: at most ``size`` texts, all groups and times about as many."""
-    num_rounds = -(-num_texts // (size * num_groups))
-    size = -(-num_texts // (num_rounds * num_groups))
-    batches = [list(range(num_texts))[start : start + size] for start in range(0, num_texts, size)]
-    for start in range(0, len(batches), num_groups):
-        yield batches[start : start + num_groups]
-
-
 def _batch_size(model: nn.Module, length: int, cache_memory: int) -> int:
     """Return for how many texts there is memory, one at least. Local."""
     if getattr(text_config(model), "model_type", "") == "rwkv":  # transformers broadcasts states of a batch over others
@@ -339,16 +261,17 @@ def _text_bytes(model: nn.Module, length: int) -> int:
     """Return what a text takes while it is written: keys and values, and logits. Local."""
     config = text_config(model)
 
-    def size(*names: str) -> int | None:
-        sizes = [getattr(config, name, None) for name in names]
-        return next((size for size in sizes if isinstance(size, int) and size > 0), None)
+    def size(name: str, default: int = 0) -> int:
+        value = getattr(config, name, None)
+        return value if isinstance(value, int) and value > 0 else default
 
-    hidden, heads = size("hidden_size"), size("num_attention_heads")
-    head_dim = size("head_dim") or (hidden // heads if hidden and heads else None)
-    kv_heads = size("num_key_value_heads") or heads
-    widths = 2 * kv_heads * head_dim if kv_heads and head_dim else 2 * (hidden or _UNKNOWN_WIDTH)
-    if (keys := size("qk_head_dim")) and (values := size("v_head_dim")) and heads:  # multi-head latent attention
-        widths = heads * (keys + values)
+    heads, width = size("num_attention_heads"), size("hidden_size", _UNKNOWN_WIDTH)
+    if size("qk_head_dim"):  # multi-head latent attention
+        widths = heads * (size("qk_head_dim") + size("v_head_dim"))
+    elif heads:
+        widths = 2 * size("num_key_value_heads", heads) * size("head_dim", width // heads)
+    else:
+        widths = 2 * width
     element = max((p.element_size() for p in model.parameters() if p.is_floating_point()), default=4)
-    of_cache = (size("num_hidden_layers") or _UNKNOWN_LAYERS) * widths * length * element
+    of_cache = size("num_hidden_layers", _UNKNOWN_LAYERS) * widths * length * element
     return of_cache + _LOGIT_BYTES * vocabulary_of(model)

@@ -23,13 +23,32 @@ _PIECE = 1 << 16  # bytes that are looked through at a time for where a line beg
 _TRIES = 100  # to find a window that is not drawn yet
 
 
+class TextFile:
+    """A file of text or JSON lines that is tokenized once, however often windows are drawn from it."""
+
+    def __init__(self, tokenizer: Any, path: Path) -> None:
+        self._tokenizer, self._path = tokenizer, path
+        self._ids: list[int] | None = None  # of all of it
+
+    def draw(self, num_windows: int | None, length: int, seed: int) -> torch.Tensor:
+        """Return ``num_windows`` windows of ``length`` tokens, in the order of the file: see ``load_samples``. Local.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: it is not what it should be, or too small.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        with open_text(self._path, "calibration file") as file:
+            if num_windows is not None and is_drawn_by_place(self._path, num_windows, length):
+                return _draw_by_place(self._tokenizer, self._path, file, num_windows, length, generator)
+            if self._ids is None:
+                self._ids = tokens_of(self._tokenizer, self._path, file)
+        return _cut(self._ids, str(self._path), num_windows, length, generator)
+
+
 def draw_windows(tokenizer: Any, path: Path, num_windows: int | None, length: int, seed: int) -> torch.Tensor:
-    """Return ``num_windows`` windows of ``length`` tokens, in the order of the file: see ``load_samples``. Local."""
-    generator = torch.Generator().manual_seed(seed)
-    with open_text(path, "calibration file") as file:
-        if num_windows is not None and is_drawn_by_place(path, num_windows, length):
-            return _draw_by_place(tokenizer, path, file, num_windows, length, generator)
-        return _cut(tokens_of(tokenizer, path, file), str(path), num_windows, length, generator)
+    """Return windows of a file: :meth:`TextFile.draw`. Local."""
+    return TextFile(tokenizer, path).draw(num_windows, length, seed)
 
 
 def draw_windows_of_text(tokenizer: Any, text: str, num_windows: int | None, length: int, seed: int) -> torch.Tensor:

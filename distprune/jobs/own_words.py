@@ -1,30 +1,38 @@
-"""The windows that a job calibrates with: of a text, written by its model, or both.
+"""The windows that a job calibrates with: of a text, written by its model, or both; and the file of written ones.
 
-What the model wrote lies beside what else an unfinished job has done: a job that goes on has the same.
+What the model wrote lies beside what else an unfinished job has done: a job that goes on has the same. The file is
+safetensors, with what the windows were written with in its metadata.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from distprune.calibration.data import check_fit, load_samples, token_digest
+from distprune.calibration.data import check_fit, token_digest
 from distprune.calibration.own_words import SELF, own_words
+from distprune.calibration.text import TextFile
+from distprune.checkpoint.digest import new_digest
+from distprune.checkpoint.disk import write_whole
+from distprune.checkpoint.optional_packages import import_extra
 from distprune.collectives.agree import agree, together
 from distprune.jobs.files import JobFiles
 from distprune.jobs.options import MOST, ask
 from distprune.jobs.run import Run
-from distprune.jobs.words_file import about_tokenizer, read_words, write_words
 from distprune.oneshot.report import clock
+from distprune.version import __version__
 
 OWN_WORDS = 96  # windows beside those of a text, of a method that has them by default
 _WORDS = "own_words"  # a record, and the file of the windows
+_TOKENS = "token_ids"  # in the file
+_FORMAT = {"format": "distprune own words"}
 _PROMPT = 32  # tokens of the text that a window continues, or a quarter of a short window
 
 
@@ -110,33 +118,21 @@ class Windows:
             ValueError: on every rank: the file of what was kept is damaged; or as :func:`own_words` raises.
         """
         own, path = self.own, files.folder / f"{_WORDS}.tokens"
+        num_own, num_continuing = self.counts.total - self.counts.text, self.counts.continuing
         if own is None and files.known(_WORDS) is not None:
             with together(run.comm):
                 own = read_words(path)[0]
-        elif own is None and self.counts.total > self.counts.text:
-            own = self._write(run, model, tokenizer, seed)
+        elif own is None and num_own:
+            with clock(run.seconds, "write words"), run.reporter.stage("writing own words", "tokens") as progress:
+                asked = {"tokenizer": tokenizer, "prompts": self.prompts, "seed": seed}
+                own = own_words(model, num_own, self.length, **asked, group=run.comm, progress=progress)
             with together(run.comm):
                 if run.comm.rank == 0:
-                    write_words(path, own, {}, sync=files.sync)
+                    write_whole(path, words_content(own, {}), sync=files.sync)
                 files.record(_WORDS, len(own))
         with together(run.comm):
-            num = self.counts.continuing
-            kinds = [self.text] if own is None else [self.text, own[:num], own[num:]]
+            kinds = [self.text] if own is None else [self.text, own[:num_continuing], own[num_continuing:]]
             return mixed([windows for windows in kinds if windows is not None and len(windows)])
-
-    def _write(self, run: Run, model: nn.Module, tokenizer: Any, seed: int) -> torch.Tensor:
-        num = self.counts.total - self.counts.text
-        with clock(run.seconds, "write words"), run.reporter.stage("writing own words", "tokens") as progress:
-            return own_words(
-                model,
-                num,
-                self.length,
-                tokenizer=tokenizer,
-                prompts=self.prompts,
-                seed=seed,
-                group=run.comm,
-                progress=progress,
-            )
 
 
 def load_windows(
@@ -150,30 +146,31 @@ def load_windows(
     length: int,
     seed: int,
 ) -> Windows:
-    """Return the windows that a job asks for, and note what was read. Every rank must call it: eight rounds at most.
+    """Return the windows that a job asks for, and note what was read. Every rank must call it: two rounds of 64 bytes.
 
     Raises:
         ValueError, OSError: on every rank: as :func:`load_samples` and :func:`read_words`, or too few windows.
     """
     text = prompts = own = None
-    load = partial(load_samples, tokenizer, calibration, model, seed=seed, group=run.comm)
-    if calibration != SELF:
-        text = load(num_samples=num_samples, sequence_length=length)
+    file = TextFile(tokenizer, Path(calibration))
     with together(run.comm):
         if isinstance(words, str):
             own = _fitting(words, model, tokenizer, length)
+        if calibration != SELF:
+            text = file.draw(num_samples, length, seed)
+            check_fit(text, model)
         num_text, num_in_file = 0 if text is None else len(text), None if own is None else len(own)
         num_own = None if isinstance(words, str) else words
         counts = counts_of(calibration, num_samples, num_own, num_text=num_text, num_in_file=num_in_file)
-    if text is not None and counts.continuing:
-        num_tokens = min(_PROMPT, max(length // 4, 1))
-        num_there = len(text) * (length // num_tokens)  # at least
-        pieces = load(num_samples=min(counts.continuing, num_there), sequence_length=num_tokens)
-        prompts = pieces[torch.arange(counts.continuing, device="cpu") % len(pieces)]
-    with together(run.comm):
-        read = {"calibration tokens": text, "own words of the file": own, "tokens to continue": prompts}
-        run.read |= {what: token_digest(windows) for what, windows in read.items() if windows is not None}
-    agree(run.comm, {"own words": run.read.get("own words of the file")})
+        if counts.continuing:
+            num_tokens = min(_PROMPT, max(length // 4, 1))
+            num_there = num_text * (length // num_tokens)  # at least
+            pieces = file.draw(min(counts.continuing, num_there), num_tokens, seed)
+            prompts = pieces[torch.arange(counts.continuing, device="cpu") % len(pieces)]
+        tokens = {"calibration tokens": text, "own words of the file": own, "tokens to continue": prompts}
+        read = {what: token_digest(windows) for what, windows in tokens.items() if windows is not None}
+        run.read |= read
+    agree(run.comm, read)
     return Windows(counts, length, text, prompts, own)
 
 
@@ -197,3 +194,42 @@ def mixed(kinds: Sequence[torch.Tensor]) -> torch.Tensor:
         ((i + 0.5) / len(windows), kind, i) for kind, windows in enumerate(kinds) for i in range(len(windows))
     )
     return torch.stack([kinds[kind][i] for _, kind, i in order])
+
+
+def about_tokenizer(tokenizer: Any) -> dict[str, str]:
+    """Return what the metadata says of the tokenizer: token ids mean something only to the same. Local."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return {"tokenizer": str(new_digest(vocabulary.encode()).hexdigest())}
+
+
+def words_content(token_ids: torch.Tensor, about: Mapping[str, object]) -> bytes:
+    """Return what a file of ``token_ids`` (windows, tokens) holds; ``about`` goes into its metadata, with versions."""
+    save = import_extra("safetensors.torch", "hf").save
+    versions = {"distprune": str(__version__), **{name: version(name) for name in ("torch", "transformers")}}
+    metadata = {**_FORMAT, **{key: str(value) for key, value in about.items()}, **versions}
+    content: bytes = save({_TOKENS: token_ids.to(torch.int32).contiguous()}, metadata)
+    return content
+
+
+def read_words(path: Path) -> tuple[torch.Tensor, dict[str, str]]:
+    """Return the windows in the file ``path``, int64, and its metadata. Nothing is unpickled. Local.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not of :func:`write_words`, or damaged.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file of own words {path}")
+    safetensors = import_extra("safetensors", "hf")
+    path.open("rb").close()  # the library calls any file that it cannot open missing
+    try:
+        with safetensors.safe_open(path, framework="pt", device="cpu") as file:
+            metadata, names = dict(file.metadata() or {}), list(file.keys())
+            token_ids = file.get_tensor(_TOKENS) if names == [_TOKENS] else None
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is no file of own words, or damaged: {error}") from error
+    if token_ids is None or not metadata.items() >= _FORMAT.items():
+        raise ValueError(f"{path} holds no windows of `distprune sample`")
+    if token_ids.dtype not in (torch.int32, torch.int64) or token_ids.ndim != 2 or not token_ids.numel():
+        raise ValueError(f"{path} holds {token_ids.dtype} {tuple(token_ids.shape)}, not token ids by window")
+    return token_ids.to(torch.int64), metadata

@@ -20,10 +20,9 @@ from distprune.collectives.communicator import communicator
 from distprune.formatting import one_line
 from distprune.jobs.one_shot import OneShotJob
 from distprune.jobs.options import PLAN, ask, asked as asked_of
-from distprune.jobs.own_words import file_of
+from distprune.jobs.own_words import file_of, read_words
 from distprune.jobs.run import Device
 from distprune.jobs.watcher import Reporter, Watcher
-from distprune.jobs.words_file import read_words
 from distprune.oneshot.estimate import as_line
 
 

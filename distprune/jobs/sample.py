@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from typing_extensions import override
 
 from distprune.calibration.own_words import TOP_K, own_words
 from distprune.checkpoint.hf_load import load_model, mesh_of
@@ -21,9 +20,9 @@ from distprune.checkpoint.shared_reading import open_together
 from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import communicator
 from distprune.jobs.options import DTYPES, FILES, MOST, WINDOWS, BareJob, ask, asked
+from distprune.jobs.own_words import about_tokenizer, words_content
 from distprune.jobs.run import Device
 from distprune.jobs.watcher import Reporter, Watcher
-from distprune.jobs.words_file import about_tokenizer, words_content
 from distprune.oneshot.report import peak_memory
 from distprune.shards.device import as_device
 
@@ -44,21 +43,11 @@ class SampleJob(BareJob):
     )
     overwrite: bool = ask("Replace the file.", default=False, panel=FILES)
 
-    @override
-    def check_asked(self) -> None:
-        super().check_asked()
-        if not Path(self.output).name:
-            raise ValueError(f"the output {self.output!r} names no file")
-
     def check(self) -> None:
         """Raise what can be known to be wrong before anything is read. Local."""
         self.check_asked()
-        check_file(self.output, overwrite=self.overwrite, inputs=[self.model], num_bytes=self.num_bytes)
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the tokens in the file."""
-        return self.samples * self.sequence_length * torch.int32.itemsize
+        num_bytes = self.samples * self.sequence_length * torch.int32.itemsize
+        check_file(self.output, overwrite=self.overwrite, inputs=[self.model], num_bytes=num_bytes)
 
 
 @dataclass(frozen=True)
@@ -101,13 +90,12 @@ def run_sample_job(
             model = load_model(directory, mesh=mesh, dtype=job.dtype, device=device, group=comm, progress=progress)
         started = time.perf_counter()
         with reporter.stage("writing own words", "tokens") as progress:
+            drawn = {"seed": job.seed, "temperature": job.temperature, "top_k": job.top_k}
             words = own_words(
                 model,
                 job.samples,
                 job.sequence_length,
-                temperature=job.temperature,
-                top_k=job.top_k,
-                seed=job.seed,
+                **drawn,  # type: ignore[arg-type]
                 tokenizer=tokenizer,
                 group=comm,
                 progress=progress,
@@ -115,7 +103,6 @@ def run_sample_job(
         seconds = time.perf_counter() - started
         with together(comm):
             if comm.rank == 0:
-                drawn = {"seed": job.seed, "temperature": job.temperature, "top_k": job.top_k}
                 about = {"model": name_of_model(path), **about_tokenizer(tokenizer), **drawn}
                 staging.write_bytes(words_content(words, about))
     return Sampled(job.model, Path(job.output), len(words), job.sequence_length, seconds, peak_memory(comm))

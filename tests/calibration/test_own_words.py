@@ -14,8 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import T5Config, T5ForConditionalGeneration
 
 from distprune import allocate, own_words, prune_blocks, shrink_model
-from distprune.calibration.openings import BEGINNINGS, beginnings, chat_opening, kinds_of
-from distprune.calibration.own_words import texts_of
+from distprune.calibration.openings import BEGINNINGS, chat_opening, texts_of
 from distprune.checkpoint.hf_load import load_model
 from distprune.checkpoint.pretrained import load_tokenizer
 from distprune.models.decoder_blocks import decoder_blocks
@@ -84,7 +83,8 @@ def test_the_seed_decides() -> None:
 @pytest.mark.parametrize(("length", "num_texts"), [(63, 1), (64, 2), (130, 4), (256, 4)])
 def test_windows_hold_texts_that_know_nothing_of_each_other(length: int, num_texts: int) -> None:
     model, size = tiny_model("llama"), -(-length // num_texts)
-    assert texts_of(2, length) == (2 * num_texts, size)
+    (texts,) = texts_of(model, None, None, 2, length, 0)
+    assert (texts.prompts.shape, texts.length, texts.windows) == ((2 * num_texts, 1), size, [0, 1])
     words = own_words(model, 2, length, top_k=1)
     for text in torch.split(words, size, dim=1):
         assert torch.equal(text, likeliest(model, text, 1))
@@ -94,18 +94,16 @@ def test_windows_hold_texts_that_know_nothing_of_each_other(length: int, num_tex
 def test_kinds_of_windows(tmp_path: Path) -> None:
     make_tokenizer(make_model(tmp_path / "model"))
     tokenizer: Any = load_tokenizer(tmp_path / "model")
-    assert kinds_of(3, ("tokens", "beginnings", "chats"), None) == ["tokens"] * 3
-    assert kinds_of(3, ("tokens", "beginnings", "chats"), tokenizer) == ["tokens", "beginnings", "beginnings"]
-    assert chat_opening(tokenizer) is None
-    tokenizer.chat_template = CHAT
-    opening = chat_opening(tokenizer) or []
-    assert opening == tokenizer("<|user|>", add_special_tokens=False)["input_ids"]
-    assert kinds_of(3, ("beginnings", "chats"), tokenizer) == ["beginnings", "chats", "beginnings"]
-    firsts = beginnings(tokenizer, 96, torch.Generator())
-    known = [tokenizer(text.rstrip(" "))["input_ids"][0] for text in BEGINNINGS]
-    assert sorted(firsts[:, 0].tolist()) == sorted(known * 2)
     model = load_model(tmp_path / "model")
     prompts = torch.full((2, 4), 5)
+    assert chat_opening(None) == chat_opening(tokenizer) == []
+    _, begun = texts_of(model, tokenizer, prompts, 98, 31, 0)  # beginnings stand in for chats
+    known = [tokenizer(text.rstrip(" "))["input_ids"][0] for text in BEGINNINGS]
+    assert begun.windows == list(range(2, 98))
+    assert sorted(begun.prompts[:, 0].tolist()) == sorted(known * 2)
+    tokenizer.chat_template = CHAT
+    opening = chat_opening(tokenizer)
+    assert opening == tokenizer("<|user|>", add_special_tokens=False)["input_ids"]
     words = own_words(model, 8, 32, tokenizer=tokenizer, prompts=prompts)
     assert torch.equal(words[:2, :4], prompts)
     assert set(words[2::2, 0].tolist()) <= set(known)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from distprune.jobs import PruneJob, run_prune_job
-from distprune.jobs.words_file import write_words
+from distprune.jobs.own_words import words_content
 from tests.cli.test_leaving import LINE, Pair, pair
 from tests.cli.test_main import end
 from tests.modes import obeying_modes
@@ -178,7 +178,7 @@ def test_what_may_not_be_read_is_not_called_missing(
 ) -> None:
     model, words = tmp_path / "model", tmp_path / "words"
     shutil.copytree(model_folder, model)
-    write_words(words, torch.ones(2, 8), {})
+    words.write_bytes(words_content(torch.ones(2, 8), {}))
     line: list[str | Path] = ["prune", model, "--output", tmp_path / "out", "--sparsity", "0.5"]
     reading: list[str | Path] = [
         "--method",

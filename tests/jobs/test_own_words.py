@@ -6,7 +6,6 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,7 @@ from distprune.jobs import (
     run_sample_job,
     run_shrink_job,
 )
-from distprune.jobs.own_words import WindowCounts, counts_of, mixed
-from distprune.jobs.words_file import about_tokenizer, read_words, write_words
+from distprune.jobs.own_words import WindowCounts, about_tokenizer, mixed, read_words, words_content
 from tests.jobs.jobs_of_a_kind import left, run_on_rank
 from tests.jobs.test_prune import contents
 from tests.worlds import ProcessPool
@@ -47,27 +45,19 @@ def job(job: OneShotJob) -> OneShotJob:
     return dataclasses.replace(job, method="wanda", calibration="self", own_words=None, samples=3, sequence_length=12)
 
 
-def test_how_many_windows_of_each_kind() -> None:
-    count = partial(counts_of, num_text=4, num_in_file=None)
-    assert count("self", 5, None) == count("self", 5, 0) == WindowCounts(own=5)
-    assert count("text", None, None) == WindowCounts(4, 32, 64)
-    assert count("text", 4, 5) == WindowCounts(4, 1, 4)
-    assert count("text", 4, 0) == WindowCounts(4)
-    assert counts_of("self", 5, None, num_text=0, num_in_file=7) == WindowCounts(own=7)
-    assert counts_of("text", 5, None, num_text=4, num_in_file=7) == WindowCounts(4, own=7)
-    with pytest.raises(ValueError, match="say how many"):
-        count("self", None, None)
-
-
 @pytest.mark.parametrize(
     ("method", "num_own"), [("admm", 96), ("sparsegpt", 0), ("wanda", 0), ("magnitude", 0), ("random", 0)]
 )
-def test_own_words_beside_a_text_are_part_of_admm(job: OneShotJob, method: Any, num_own: int) -> None:
-    job = dataclasses.replace(job, method=method, calibration="text.txt")
+def test_how_many_windows_of_each_kind(job: OneShotJob, method: Any, num_own: int) -> None:
+    alone = dataclasses.replace(job, method=method)
+    job = dataclasses.replace(alone, calibration="text.txt")
     assert job.counts(4) == WindowCounts(4, num_own // 3, num_own - num_own // 3)
     assert dataclasses.replace(job, own_words=9).counts(4) == WindowCounts(4, 3, 6)
     assert dataclasses.replace(job, own_words="words").counts(4, 7) == WindowCounts(4, own=7)
-    assert dataclasses.replace(job, calibration="self").counts(0) == WindowCounts(own=3)
+    assert alone.counts(0) == WindowCounts(own=3)
+    assert dataclasses.replace(alone, own_words="words").counts(0, 7) == WindowCounts(own=7)
+    with pytest.raises(ValueError, match="say how many"):
+        dataclasses.replace(alone, samples=None).counts(0)
 
 
 def test_kinds_are_evenly_mixed() -> None:
@@ -165,7 +155,7 @@ def test_a_file_of_own_words(
     job = dataclasses.replace(job, overwrite=True)
     with pytest.raises(ValueError, match="holds windows of 14 tokens, and 15 are wanted"):
         run_one_shot_job(dataclasses.replace(job, sequence_length=15))
-    write_words(tmp_path / "words", torch.full((1, 14), 67), about_tokenizer(tokenizer))
+    (tmp_path / "words").write_bytes(words_content(torch.full((1, 14), 67), about_tokenizer(tokenizer)))
     with pytest.raises(ValueError, match="token id 67 is outside the model's vocabulary of 67"):
         run_one_shot_job(job)
 
@@ -177,13 +167,13 @@ def test_a_file_of_own_words(
         (lambda path: path.write_bytes(b"text"), "or damaged"),
         (lambda path: save_file({"token_ids": torch.ones(2, 3)}, path), "no windows of `distprune sample`"),
         (lambda path: save_file({"other": torch.ones(2, 3)}, path), "no windows of `distprune sample`"),
-        (lambda path: write_words(path, torch.ones(0, 3), {}), r"int32 \(0, 3\), not token ids"),
+        (lambda path: path.write_bytes(words_content(torch.ones(0, 3), {})), r"int32 \(0, 3\), not token ids"),
         (lambda path: path.unlink(), "no file of own words"),
     ],
 )
 def test_what_is_no_file_of_own_words(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
     path = tmp_path / "words"
-    write_words(path, torch.ones(2, 3), {})
+    path.write_bytes(words_content(torch.ones(2, 3), {}))
     assert torch.equal(read_words(path)[0], torch.ones(2, 3, dtype=torch.int64))
     damage(path)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
