@@ -26,8 +26,7 @@ from distprune.models.linear_layers import LinearLayer
 from distprune.oneshot.driver import prune_rows
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import whole_rows
-from distprune.oneshot.scored import Scored
-from distprune.oneshot.solver import Solver
+from distprune.oneshot.solver import Scored, Solver
 from distprune.scores.as_score import Wanda
 from distprune.training.regrowth import GrowBy
 

@@ -28,7 +28,6 @@ from distprune.oneshot.block_layers import BlockLayers, unreached
 from distprune.oneshot.channel_order import order_channels
 from distprune.oneshot.channels import find_channels
 from distprune.oneshot.driver import Clock
-from distprune.oneshot.outcome import Outcome
 from distprune.oneshot.report import BlockReport, LayerReport, Meter, OneShotReport, clock
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows, whole_rows
@@ -67,9 +66,9 @@ class WalkOptions:
         return self.target_share > 0
 
 
-# Prunes rows, this rank's, by the layer's name in the block, and returns one outcome per layer. Empties the moments.
+# Prunes rows, this rank's, by layer of the block, and returns what became of each. Empties the moments.
 # Every rank calls it.
-PruneRows = Callable[[Communicator, Mapping[str, Rows], list[Moments], Clock, Aim], Mapping[str, Outcome]]
+PruneRows = Callable[[Communicator, Mapping[str, Rows], list[Moments], Clock, Aim], Mapping[str, LayerReport]]
 
 
 def run_blocks(
@@ -144,7 +143,7 @@ def run_blocks(
 class _Begun:
     """Block ``index``: its ``order`` and ``targets``, found before it is pruned, and what becomes of it.
 
-    ``dense``: weights that stay so, with the reasons; by layer ``outcomes`` and ``num_tokens``.
+    ``dense``: weights that stay so, with the reasons.
     """
 
     index: int
@@ -153,8 +152,7 @@ class _Begun:
     traffic: Traffic  # before
     seconds: dict[str, float]
     dense: dict[str, str]
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
-    num_tokens: dict[str, int] = field(default_factory=dict)
+    reports: dict[str, LayerReport] = field(default_factory=dict)  # by layer
 
 
 @dataclass
@@ -228,29 +226,30 @@ class _BlockPruner:
         unseen = unreached(name, now, moments)
         begun.dense |= {now.pop(layer).parameter_path: reason for layer, reason in unseen.items()}
         moments = [m for m in moments if m.names[0] in now]
-        begun.num_tokens |= {layer: m.num_tokens for m in moments for layer in m.names}
         has_target = not any(f"{name}.{layer}" in options.towards_own for layer in now)
         aim = Aim(options.target_share if has_target else 0.0)
         if self._heals(begun.index, begun.order) in now:
             aim = _HEALING
         owned = {linear.parameter_path: self.owned[f"{name}.{linear.parameter_path}"] for linear in now.values()}
         with whole_rows(self.comm, now, owned, f"{name}.") as rows, torch.no_grad():
-            begun.outcomes |= self.prune_rows(self.comm, rows, moments, partial(clock, begun.seconds), aim)
+            begun.reports |= self.prune_rows(self.comm, rows, moments, partial(clock, begun.seconds), aim)
 
     def _report(self, begun: _Begun, fit: BlockFit | None) -> BlockReport:
-        name, layers = self.walk.blocks[begun.index][0], list[LayerReport]()
-        for layer, linear in self.linears[begun.index].linears.items():
-            if layer in begun.outcomes:
-                outcome, numel = begun.outcomes[layer], linear.num_out * linear.num_in
-                counts = outcome.num_pruned, outcome.num_zeros, outcome.relative_error, outcome.damping or None
-                layers.append(LayerReport(f"{name}.{layer}", numel, *counts, begun.num_tokens[layer]))
-        adding = [layer for layer in self.linears[begun.index].linears if layer in begun.order.adding]
-        residual = tuple(f"{name}.{layer}" for layer in adding if self.options.has_targets)
-        dense = {f"{name}.{path}": reason for path, reason in begun.dense.items()}
+        name, linears = self.walk.blocks[begun.index][0], self.linears[begun.index].linears
+        adding = [layer for layer in linears if layer in begun.order.adding]
         stages = ("permute",) * (self.options.permutes is not None) + _STAGES
-        seconds, used = {stage: begun.seconds.get(stage, 0.0) for stage in stages}, self.comm.traffic - begun.traffic
-        found = tuple(layers), dense, residual, seconds, used.num_rounds, used.num_bytes, fit
-        return BlockReport(begun.index, name, *found)
+        used = self.comm.traffic - begun.traffic
+        return BlockReport(
+            begun.index,
+            name,
+            layers=tuple(begun.reports[layer] for layer in linears if layer in begun.reports),
+            dense={f"{name}.{path}": reason for path, reason in begun.dense.items()},
+            residual=tuple(f"{name}.{layer}" for layer in adding if self.options.has_targets),
+            seconds={stage: begun.seconds.get(stage, 0.0) for stage in stages},
+            num_rounds=used.num_rounds,
+            num_bytes=used.num_bytes,
+            fit=fit,
+        )
 
     def _permute(self, index: int, pattern: NByM) -> None:
         """Put the channels of block ``index``, which is dense, in their order, by what it is given now.

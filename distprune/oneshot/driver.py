@@ -9,8 +9,10 @@ On a device nobody waits for a figure of one layer: figures stay there and are f
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -22,16 +24,19 @@ from distprune.collectives.communicator import Alone
 from distprune.collectives.guarded import guarding
 from distprune.collectives.roster import Member, roster_of_one
 from distprune.collectives.tensors import broadcast_tensor
-from distprune.oneshot.outcome import NUM_FIGURES, Outcome, sum_outcomes
+from distprune.oneshot.report import LayerReport
 from distprune.oneshot.retarget import Aim, retarget, way_to_target
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import COMPUTED, Solved, Solver, as_keys
 from distprune.patterns.base import Pattern, Ranked
 from distprune.scores.base import Score, local_scores
-from distprune.shards.device import are_finite, own_settings
+from distprune.shards.device import are_finite, fetched, own_settings
 
 Clock = Callable[[str], AbstractContextManager[None]]
 _PRODUCTS = "X^T X"  # as it is sent, beside what a solver prepares
+# Of a layer: how many scores were NaN, whether new weights are not finite, how many the pattern prunes and are zero,
+# ||X (W - W')^T||^2, ||X W^T||^2, and the damping.
+_NUM_FIGURES = 7
 
 
 @own_settings()
@@ -44,7 +49,7 @@ def prune_rows(
     *,
     solver: Solver,
     pattern: Pattern,
-) -> dict[str, Outcome]:
+) -> dict[str, LayerReport]:
     """Prune ``rows`` in place, by layer, and return what became of the rows of all ranks; replicas count once.
 
     ``moments`` are what the solver needs, and are used up. Where they come with targets, rows are first moved there as
@@ -56,17 +61,21 @@ def prune_rows(
         ValueError: on every rank: scores are NaN, or new weights are not finite.
         Exception: on every rank: what the solver raised on one. Rows may have been changed.
     """
+    num_tokens = {name: m.num_tokens for m in moments for name in m.names}
     figures: dict[str, torch.Tensor] = {}
     with guarding(comm) as ranks:
         holders = _lone_holders(ranks, rows)
-        inputs = [_Input(ranks, solver, m, {name: rows[name] for name in m.names}, holders) for m in moments]
-        moments.clear()
+        inputs: list[_Input] = []
+        while moments:
+            m = moments.pop(0)
+            is_alone = all(holders.get(name) == m.owner for name in m.names)
+            own_rows = {name: rows[name] for name in m.names}
+            inputs.append(_Input(Alone() if is_alone else ranks, m.owner == comm.rank, solver, m, own_rows))
+            del m
         with clock("target"):
-            if aim.share:
-                ways = [way_to_target(one.moments, aim) if one.is_owner else {} for one in inputs]
-                while ways:
-                    one = inputs[-len(ways)]
-                    retarget(one.rows, one.sent(ways.pop(0)), aim)
+            ways = [way_to_target(one.moments, aim) if one.is_owner and aim.share else {} for one in inputs]
+            for one in inputs if aim.share else ():
+                retarget(one.rows, one.sent(ways.pop(0)), aim)
         with clock("factor"):
             for one in inputs if solver.needs_gram else ():
                 one.sum_gram()
@@ -79,14 +88,14 @@ def prune_rows(
             with clock("sweep"):
                 figures |= one.solve(pattern)
         with clock("sweep"):  # or wait for those that still do
-            return sum_outcomes(ranks, rows, figures)
+            return _reports(ranks, rows, figures, num_tokens)
 
 
 def _lone_holders(comm: Communicator, rows: Mapping[str, Rows]) -> dict[str, int]:
     """Return of each layer whose rows are on one rank which. Every rank must call it: one round of 16 bytes a layer."""
 
     def tell(words: torch.Tensor) -> None:
-        here = [of_layer.weight.numel() > 0 for of_layer in rows.values()]
+        here = [layer.weight.numel() > 0 for layer in rows.values()]
         told = [[int(is_here), comm.rank * is_here] for is_here in here]
         words.copy_(torch.tensor(told, dtype=torch.int64, device="cpu").view(words.shape))
 
@@ -94,52 +103,74 @@ def _lone_holders(comm: Communicator, rows: Mapping[str, Rows]) -> dict[str, int
     return {name: rank for name, (num_ranks, rank) in zip(rows, told, strict=True) if num_ranks == 1}
 
 
-class _Input:
-    """Layers that share an input, and this rank's ``rows`` of them. All ranks take the same steps, in turn."""
+def _reports(
+    comm: Communicator, rows: Mapping[str, Rows], figures: Mapping[str, torch.Tensor], num_tokens: Mapping[str, int]
+) -> dict[str, LayerReport]:
+    """Return what became of the ``rows`` of all ranks, by layer.
 
-    def __init__(
-        self,
-        comm: Communicator,
-        solver: Solver,
-        moments: Moments,
-        rows: Mapping[str, Rows],
-        holders: Mapping[str, int],
-    ) -> None:
-        self.moments, self.rows, self.is_owner = moments, rows, moments.owner == comm.rank
-        self._solver = solver
-        self._num_nans: dict[str, list[torch.Tensor]] = {name: [] for name in rows}
-        self._is_alone = all(holders.get(name) == moments.owner for name in rows)
-        self._comm = Alone() if self._is_alone else comm
+    ``figures`` (_NUM_FIGURES,), float64, are what this rank adds, of layers that it has rows of, on their device: one
+    wait. Every rank must call it: one round of 56 bytes a layer and 8.
+    """
+
+    def fill(words: torch.Tensor) -> None:
+        here = dict(zip(figures, fetched([*figures.values()]), strict=True))
+        for name, word in zip(rows, words, strict=True):
+            word.copy_(here.get(name, word))
+
+    found = {}
+    totals = sum_together(comm, (len(rows), _NUM_FIGURES), fill, torch.float64).tolist()
+    for (name, layer), (num_nans, is_spoiled, num_pruned, num_zeros, *others) in zip(rows.items(), totals, strict=True):
+        if num_nans:
+            raise ValueError(f"scores are NaN in {layer.name!r}; mend the values first")
+        if is_spoiled:
+            raise ValueError(f"the new weights of {layer.name!r} are NaN or infinite in {layer.weight.dtype}")
+        error, output, damping = others
+        relative_error = (max(error, 0.0) / output) ** 0.5 if output > 0 else None
+        counts = layer.num_out * layer.num_in, int(num_pruned), int(num_zeros)
+        found[name] = LayerReport(layer.name, *counts, relative_error, damping or None, num_tokens[name])
+    return found
+
+
+@dataclass
+class _Input:
+    """Layers that share an input, and this rank's ``rows`` of them. All ranks take the same steps, in turn.
+
+    Where only the owner has rows, ``comm`` is each rank alone.
+    """
+
+    comm: Communicator
+    is_owner: bool
+    solver: Solver
+    moments: Moments
+    rows: Mapping[str, Rows]
+    num_nans: defaultdict[str, list[torch.Tensor]] = field(default_factory=partial(defaultdict, list))
 
     def sent(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Return the owner's ``tensors`` on every rank that has rows."""
-        comm, owner, is_owner = self._comm, self.moments.owner, self.is_owner
+        comm, owner, found = self.comm, self.moments.owner, dict[str, torch.Tensor]()
         if comm.size == 1:
             return tensors
         device = next(iter(self.rows.values())).weight.device
-        kinds = {
-            name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()
-        }
-        found = {}
+        kinds = {name: [str(values.dtype).removeprefix("torch."), [*values.shape]] for name, values in tensors.items()}
         for name, (dtype, shape) in comm.broadcast(kinds, owner).items():
             empty = partial(torch.empty, shape, dtype=getattr(torch, dtype), device=device)
-            found[name] = broadcast_tensor(comm, tensors[name] if is_owner else empty(), owner)
+            found[name] = broadcast_tensor(comm, tensors[name] if self.is_owner else empty(), owner)
         return found
 
     def sum_gram(self) -> None:
         """Let the owner have W^T W over all ranks' rows, float64."""
         num_in = len(self.moments.squares)
         gram = torch.zeros((num_in, num_in), dtype=torch.float64, device=self.moments.squares.device)
-        for of_layer in self.rows.values():
-            if of_layer.owned and of_layer.weight.numel():
-                weight = self._solver.weighed(of_layer).double()
+        for layer in self.rows.values():
+            if layer.owned and layer.weight.numel():
+                weight = self.solver.weighed(layer).double()
                 gram += weight.t() @ weight
-        self._comm.reduce_(gram, "sum", None if self._comm.size == 1 else self.moments.owner)
+        self.comm.reduce_(gram, "sum", None if self.comm.size == 1 else self.moments.owner)
         self.moments = dataclasses.replace(self.moments, gram=gram)
 
     def prepare(self) -> None:
         """Let the owner make what the solver needs."""
-        prepared = dict(self._solver.prepare(self.moments)) if self.is_owner else {}
+        prepared = dict(self.solver.prepare(self.moments)) if self.is_owner else {}
         if self.moments.products is not None:
             prepared[_PRODUCTS] = self.moments.products.float()
         left = dataclasses.replace(self.moments, products=None, shift=None, residuals={}, gram=None)
@@ -153,21 +184,21 @@ class _Input:
 
     def solve(self, pattern: Pattern) -> dict[str, torch.Tensor]:
         """Solve the rows, and return what became of them."""
-        if self._is_alone and not self.is_owner:
+        if self.comm.size == 1 and not self.is_owner:
             return {}
-        before = {name: of_layer.weight.clone() for name, of_layer in self.rows.items()}
-        solved = self._solver.solve(self.rows, self.moments, pattern, self._choose)
-        return {name: self._figures(name, of_layer, before.pop(name)) for name, of_layer in solved.items()}
+        before = {name: layer.weight.clone() for name, layer in self.rows.items()}
+        solved = self.solver.solve(self.rows, self.moments, pattern, self._choose)
+        return {name: self._figures(name, layer, before.pop(name)) for name, layer in solved.items()}
 
     def _figures(self, name: str, solved: Solved, before: torch.Tensor) -> torch.Tensor:
-        """Return what ``sum_outcomes`` adds up of this rank's rows of a layer; replicas and factors count once."""
+        """Return what :func:`_reports` adds up of this rank's rows of a layer; replicas and factors count once."""
         rows, weight = self.rows[name], self.rows[name].weight
-        found = torch.zeros(NUM_FIGURES, dtype=torch.float64, device=weight.device)
+        found = torch.zeros(_NUM_FIGURES, dtype=torch.float64, device=weight.device)
         if rows.owned:
             error, output = solved.error, self.moments.squared_output(before)
             error = self.moments.squared_output(before.float().sub_(weight)) if error is None else error
             num_pruned, num_zeros = (weight.numel() - torch.count_nonzero(there) for there in (solved.keep, weight))
-            numbers = sum(self._num_nans[name]), ~are_finite(weight), num_pruned, num_zeros, error, output
+            numbers = sum(self.num_nans[name]), ~are_finite(weight), num_pruned, num_zeros, error, output
             for i, number in enumerate(numbers):
                 found[i] = number
         if self.is_owner:
@@ -186,8 +217,8 @@ class _Input:
         norms = self.moments.norms
         evidence = {shard.name: {"input_norm": norms.expand_as(shard.local)} for shard in shards if of_weights}
         scores = partial(local_scores, score, shards, evidence, zeros_are_gone=of_weights)
-        ranked = Ranked(self._comm, roster_of_one(self._comm, members), score, scores, checks=False)
+        ranked = Ranked(self.comm, roster_of_one(self.comm, members), score, scores, checks=False)
         masks, counts = ranked.choose(pattern).write_masks(ranked.scores)
         for name, (_, _, num_nans) in zip(values, counts, strict=True):
-            self._num_nans[name].append(num_nans)
+            self.num_nans[name].append(num_nans)
         return dict(zip(values, masks, strict=True))

@@ -24,8 +24,7 @@ from distprune.oneshot.estimate import estimate, explaining_memory
 from distprune.oneshot.plan import make_plan
 from distprune.oneshot.recipe import BlockRefit, OneShotMethod, Permute, Recipe, Sequential, TargetsOf
 from distprune.oneshot.report import Meter, OneShotReport
-from distprune.oneshot.scored import Scored
-from distprune.oneshot.solver import Solver
+from distprune.oneshot.solver import Scored, Solver
 from distprune.patterns.base import Pattern
 from distprune.patterns.census import check_parts
 from distprune.pruning.agreement import agreeing

@@ -11,8 +11,7 @@ import torch
 
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.oneshot.admm import ADMM
-from distprune.oneshot.scored import Scored
-from distprune.oneshot.solver import Solver
+from distprune.oneshot.solver import Scored, Solver
 from distprune.oneshot.sparsegpt import SparseGPT
 from distprune.patterns.as_pattern import as_pattern
 from distprune.patterns.base import Pattern

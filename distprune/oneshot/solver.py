@@ -14,10 +14,11 @@ import torch
 from typing_extensions import override
 
 from distprune.calibration.moments import Moments, Needs
+from distprune.masks.in_place import zero_where_pruned
 from distprune.oneshot.rows import Rows
 from distprune.patterns.base import Pattern
 from distprune.scores.base import Elements, Score
-from distprune.shards.device import on_host
+from distprune.shards.device import on_host, row_chunks
 
 Figure: TypeAlias = torch.Tensor | float  # a tensor, of one element, is fetched with all others of a call
 
@@ -106,3 +107,24 @@ class Solver(ABC):
     def weighed(self, rows: Rows) -> torch.Tensor:
         """Return the weights of ``rows``, (rows, in), as their Gram matrix is to be taken."""
         return rows.weight
+
+
+@dataclass(frozen=True)
+class Scored(Solver):
+    """Zeroes what scores lowest, and leaves the weights that stay as they are: Wanda, magnitude, random, one's own.
+
+    ``by_row``: unstructured, too, the inputs of one output compete with each other. A layer that saw no token is scored
+    as if all of its inputs were alike. Zeros go first.
+    """
+
+    score: Score
+    by_row: bool = False
+
+    @override
+    def solve(self, rows: Mapping[str, Rows], moments: Moments, pattern: Pattern, choose: Choose) -> dict[str, Solved]:
+        weights = {name: layer.weight for name, layer in rows.items()}
+        keep = choose(weights, pattern.by_row() if self.by_row else pattern, self.score)
+        for name, weight in weights.items():
+            for part, mask in row_chunks(weight, keep[name]):
+                zero_where_pruned(part, mask)
+        return {name: Solved(mask) for name, mask in keep.items()}

@@ -27,15 +27,6 @@ _PART = 16  # columns swept one by one before the rest of their block is brought
 _STRETCH = 192  # columns of a triangular matrix that are inverted together
 
 
-def _inverse_factor(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return upper triangular U with H^-1 = U^T U, and 0, or whatever and another number, without waiting for a device.
-
-    With J reversing rows and columns, JHJ = L L^T; R = JLJ is upper triangular, H = R R^T, and U = R^-1.
-    """
-    lower, info = torch.linalg.cholesky_ex(h.flip(0, 1))
-    return _inverse(lower.flip(0, 1)), info
-
-
 def _inverse(upper: torch.Tensor) -> torch.Tensor:
     """Return the inverse of an upper triangular matrix: a stretch of columns needs only the rows down to its end."""
     inverse = torch.zeros_like(upper)
@@ -79,8 +70,10 @@ class SparseGPT(Solver):
         h = moments.products.float().mul_(2 / max(moments.num_tokens, 1))
         h.diagonal().masked_fill_(h.diagonal() == 0, 1)
         mean = h.diagonal().mean().double()
-        upper, num_raised = damped_factor(h, DAMPING * mean, moments.names[0], factorize=_inverse_factor)
-        return {"upper": upper, "damping": torch.full_like(mean, DAMPING * 10**num_raised)}
+        # With J reversing rows and columns, JHJ = L L^T; R = JLJ is upper triangular, H = R R^T, and U = R^-1.
+        lower, num_raised = damped_factor(h.flip(0, 1), DAMPING * mean, moments.names[0])
+        damping = torch.full_like(mean, DAMPING * 10**num_raised)
+        return {"upper": _inverse(lower.flip(0, 1)), "damping": damping}
 
     @override
     def solve(self, rows: Mapping[str, Rows], moments: Moments, pattern: Pattern, choose: Choose) -> dict[str, Solved]:

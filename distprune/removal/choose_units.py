@@ -22,11 +22,10 @@ from distprune.models.linear_layers import LinearLayer
 from distprune.models.units import UnitKind
 from distprune.oneshot.block import Finished, WalkOptions, run_blocks
 from distprune.oneshot.driver import Clock, prune_rows
-from distprune.oneshot.outcome import Outcome
 from distprune.oneshot.plan import blocks_to_walk, check_samples
 from distprune.oneshot.prune_blocks import without_nans
 from distprune.oneshot.recipe import TargetsOf, check_can_fit, fits_by_default, share_of_targets
-from distprune.oneshot.report import BlockReport, Meter, OneShotReport
+from distprune.oneshot.report import BlockReport, LayerReport, Meter, OneShotReport
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows
 from distprune.patterns.census import check_parts
@@ -193,16 +192,16 @@ def choose_units(
         moments: list[Moments],
         clock: Clock,
         aim: Aim,
-    ) -> dict[str, Outcome]:
+    ) -> dict[str, LayerReport]:
         some = {of.name: asked[of.name] for of in rows.values()}
         prefix = next((f"{of.block}." for of in some.values()), "")
         remover = UnitRemover(some, prefix, chosen, fitted)
-        outcomes = prune_rows(comm, rows, moments, clock, aim, solver=remover, pattern=Unstructured(0.0))
+        reports = prune_rows(comm, rows, moments, clock, aim, solver=remover, pattern=Unstructured(0.0))
         for told in comm.gather(remover.kept):
             stays.update(told)
         linears = {name: some[of.name].linear for name, of in rows.items() if remover.shifts_bias(some[of.name])}
         _shift_biases(comm, linears, remover.offsets)
-        return outcomes
+        return reports
 
     def kept_of(block: str) -> Kept:
         some = {name: of for name, of in asked.items() if of.block == block and of.units.kind in keep}

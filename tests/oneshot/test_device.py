@@ -16,8 +16,7 @@ from distprune.oneshot.driver import prune_rows
 from distprune.oneshot.prune_blocks import prune_blocks
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows
-from distprune.oneshot.scored import Scored
-from distprune.oneshot.solver import Solver
+from distprune.oneshot.solver import Scored, Solver
 from distprune.oneshot.sparsegpt import SparseGPT
 from distprune.scores.as_score import Wanda
 from tests.architectures import samples, tiny_model

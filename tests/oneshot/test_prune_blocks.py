@@ -16,7 +16,7 @@ from distprune.oneshot.driver import prune_rows
 from distprune.oneshot.prune_blocks import prune_blocks
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows
-from distprune.oneshot.scored import Scored
+from distprune.oneshot.solver import Scored
 from distprune.patterns.base import Pattern
 from distprune.scores.as_score import Wanda
 from tests import oneshot_oracle as oracle, solver_oracle
