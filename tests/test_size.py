@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "distprune"
 # By folder, "." the files beside them: the most lines of code that it may have, and the goal.
 LINES = {
     ".": (423, 320),
-    "calibration": (2056, 1350),
+    "calibration": (2045, 1350),
     "checkpoint": (1652, 1180),
     "cli": (639, 410),
     "collectives": (675, 640),
