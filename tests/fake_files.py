@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.checkpoint.hf_directory import HfDirectory
+from distprune.checkpoint.hf_directory import HfDirectory, open_together, sample_together
 from distprune.checkpoint.hf_load import slices_to_read
 from distprune.checkpoint.output_files import header_of, planned
 from distprune.checkpoint.regions import Region
-from distprune.checkpoint.shared_reading import open_together, sample_together
 from distprune.checkpoint.stored_parameters import find_stored, mapped_tensors
 from distprune.jobs.streamed import FileWriter
 from distprune.pruning.prune_model import Request

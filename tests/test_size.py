@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "distprune"
 LINES = {
     ".": (423, 320),
     "calibration": (2045, 1350),
-    "checkpoint": (1652, 1180),
+    "checkpoint": (1578, 1180),
     "cli": (639, 410),
     "collectives": (675, 640),
     "jobs": (2463, 1280),

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from distprune.checkpoint.digest import new_digest
 from distprune.checkpoint.optional_packages import import_extra
+from distprune.collectives.agree import agree, sum_together, together
+from distprune.collectives.base import Communicator
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -31,6 +32,8 @@ WEIGHT_SUFFIX = ".safetensors"  # of what is read and written
 _WEIGHT_SUFFIXES = (WEIGHT_SUFFIX, ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _NOT_CARRIED = frozenset({INDEX_NAME, "pytorch_model.bin.index.json", "report.json", "report.png"})
 _MAX_SMALL_FILE = 256 << 20  # bytes; nothing a tokenizer or a config comes near
+_NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of every weight file
+_READ_BYTES = 8 << 20  # of a file, at a time
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -96,6 +99,75 @@ class HfDirectory:
         for file in self.weight_files:
             digest.update(f"\n{file.path.name}:{file.tensors}".encode())
         return str(digest.hexdigest())
+
+
+def new_digest(content: bytes = b"") -> Any:
+    """Return a digest (xxh3, 128 bits) to ``update`` with bytes; how they are cut is no matter. Local.
+
+    It tells files apart, and finds damage, at the speed of memory. It does not protect against an attacker.
+
+    Raises:
+        ImportError: the extra ``hf`` is not installed.
+    """
+    return import_extra("xxhash", "hf").xxh3_128(content)
+
+
+def open_together(comm: Communicator, path: str | Path) -> HfDirectory:
+    """Return what :func:`open_directory` returns, on every rank, which each opens it: nodes may have copies.
+
+    Every rank must call it: two rounds of 64 bytes.
+
+    Raises:
+        Exception: on every rank: what ``open_directory`` raises.
+        ValueError: on every rank: ranks see other configs, weight files or tensors.
+    """
+    with together(comm):
+        directory = open_directory(path)
+        facts = {"weight files": [*directory.stamps], "model files": directory.fingerprint()}
+    agree(comm, facts)
+    return directory
+
+
+def sample_together(comm: Communicator, directory: HfDirectory) -> str:
+    """Return a digest of bytes from all over the weight files, 256 KiB of each: it tells models of one shape apart.
+
+    The same for any number of ranks. Every rank must call it, and reads them: two rounds of 64 bytes.
+
+    Raises:
+        OSError: on every rank: a file cannot be read.
+        ValueError: on every rank: ranks see other weights.
+    """
+    with together(comm):
+        digest = new_digest()
+        for file in directory.weight_files:
+            last = max(file.path.stat().st_size - _SAMPLE_BYTES, 0)
+            with file.path.open("rb", buffering=0) as handle:
+                for place in range(_NUM_SAMPLES):
+                    handle.seek(last * place // (_NUM_SAMPLES - 1))
+                    digest.update(handle.read(_SAMPLE_BYTES))
+        sample = str(digest.hexdigest())
+        facts = {"model files": directory.fingerprint(), "weights (256 KiB of each file)": sample}
+    agree(comm, facts)
+    return sample
+
+
+def file_digest(comm: Communicator, path: Path) -> str:
+    """Return a digest of the file ``path``, of which every rank reads its share. Every rank: one round of 24 bytes.
+
+    The same for any number of ranks.
+
+    Raises:
+        OSError: on every rank: it cannot be read.
+    """
+
+    def add_share(words: torch.Tensor) -> None:
+        with path.open("rb") as file:
+            for number in range(comm.rank, -(-path.stat().st_size // _READ_BYTES), comm.size):
+                file.seek(number * _READ_BYTES)
+                digest = new_digest(f"{number}:".encode() + file.read(_READ_BYTES)).digest()
+                words += torch.frombuffer(bytearray(digest), dtype=torch.int64)  # sums wrap around
+
+    return sum_together(comm, (2,), add_share).numpy().tobytes().hex()
 
 
 def open_directory(path: str | Path) -> HfDirectory:

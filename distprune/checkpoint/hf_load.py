@@ -16,12 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from distprune.checkpoint.hf_directory import HfDirectory
+from distprune.checkpoint.hf_directory import HfDirectory, open_together, sample_together
 from distprune.checkpoint.hub import resolve_model
 from distprune.checkpoint.naming import Regions, different_values, names_by_tensor
 from distprune.checkpoint.pretrained import build_on_meta, compute_buffers
 from distprune.checkpoint.regions import regions_by_name
-from distprune.checkpoint.shared_reading import open_together, sample_together
 from distprune.checkpoint.stored_slices import Progress, Stored, fill_shards, stored_slices
 from distprune.collectives.agree import together
 from distprune.collectives.communicator import Group, communicator

@@ -15,11 +15,10 @@ from typing import Any
 from torch import nn
 
 from distprune.checkpoint.disk import partial_of, sync_file
-from distprune.checkpoint.hf_directory import HfDirectory, WeightFile, read_weight_file
+from distprune.checkpoint.hf_directory import HfDirectory, WeightFile, open_together, read_weight_file
 from distprune.checkpoint.hub import resolve_model
 from distprune.checkpoint.output_files import begin_file, check_room, planned, write_small_files
 from distprune.checkpoint.outputs import writing
-from distprune.checkpoint.shared_reading import open_together
 from distprune.checkpoint.source_tensors import SourceTensor, output_of
 from distprune.checkpoint.stored_slices import Progress, fill_from_file, write_shards
 from distprune.collectives.agree import agree, together

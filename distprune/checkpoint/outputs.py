@@ -42,35 +42,20 @@ def writing(
     with together(comm, output=str(target), overwrite=overwrite):
         path = check()
 
-    def make(staging: Path) -> None:
-        check()  # what a killed job replaced is back
-        if is_file:
-            staging.touch(exist_ok=False)
-        else:
-            staging.mkdir()
-
+    staging = partial_of(path)
     with locking(comm, path):
-        staging = make_staging(comm, path, make)
+        with together(comm):
+            if comm.rank == 0:
+                check()  # what a killed job replaced is back
+                if is_file:
+                    staging.touch(exist_ok=False)
+                else:
+                    staging.mkdir()
+        with together(comm):
+            check_shared(staging)
         with together(comm):  # what a rank raises that no other waits for
             yield staging
         publish(comm, staging, path, check)
-
-
-def make_staging(comm: Communicator, path: Path, make: Callable[[Path], object] = Path.mkdir) -> Path:
-    """Let the first rank ``make`` what is written beside ``path``; it is removed when the lock of ``path`` is let go.
-
-    Every rank must call it, and the first must hold the lock: two rounds of 64 bytes.
-
-    Raises:
-        OSError: on every rank: it cannot be made, or a rank does not see it.
-    """
-    staging = partial_of(path)
-    with together(comm):
-        if comm.rank == 0:
-            make(staging)
-    with together(comm):
-        check_shared(staging)
-    return staging
 
 
 def check_shared(path: Path) -> None:

@@ -132,14 +132,13 @@ def write_chunk(
         OSError: the disk is full or not writable, or ``values`` are mapped and their file has become shorter; it names
             the tensor.
     """
-    written, itemsize = bytes_of(values), entry.dtype.itemsize
-    data = written.data
+    data, itemsize = bytes_of(values).data, entry.dtype.itemsize
     try:
         for flat_start, low, high in stretches:
             _write_at(descriptor, data[low * itemsize : high * itemsize], entry.start + flat_start * itemsize)
     except OSError as error:
-        if error.errno == errno.EFAULT and (path := mapped_file_at(written.ctypes.data)):
-            raise OSError(f"cannot read {entry.name!r}: {path} has become shorter while it was read") from error
+        if error.errno == errno.EFAULT:  # no memory of ours: a file that is mapped
+            raise OSError(f"cannot read {entry.name!r}: its file has become shorter while it was read") from error
         raise OSError(error.errno, f"cannot write {entry.name!r}: {error.strerror}") from error
 
 
@@ -147,20 +146,6 @@ def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
-
-
-def mapped_file_at(address: int) -> str:
-    """Return the path of the file that this process has mapped to where ``address`` is, or ``""``. Linux; local."""
-    try:
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-            for line in maps:
-                bounds, *others = line.split(maxsplit=5)
-                start, stop = (int(bound, 16) for bound in bounds.split("-"))
-                if start <= address < stop:
-                    return others[4].strip() if len(others) == 5 else ""
-    except OSError:  # another system
-        pass
-    return ""
 
 
 def write_together(

@@ -16,11 +16,10 @@ from typing_extensions import override
 from distprune.calibration.batches import Batches, WindowBatches
 from distprune.calibration.data import check_fit
 from distprune.calibration.own_words import SELF
-from distprune.checkpoint.hf_directory import CONFIG_NAME, HfDirectory, read_json
+from distprune.checkpoint.hf_directory import CONFIG_NAME, HfDirectory, open_together, read_json
 from distprune.checkpoint.hub import resolve_model
 from distprune.checkpoint.output_lock import remove_tree
 from distprune.checkpoint.pretrained import load_tokenizer
-from distprune.checkpoint.shared_reading import open_together
 from distprune.collectives.agree import sum_together, together
 from distprune.jobs.files import STATE, JobFiles, ResumableJob, open_files
 from distprune.jobs.masked_training import MaskedTraining

@@ -19,8 +19,8 @@ from torch import nn
 from distprune.calibration.data import check_fit, token_digest
 from distprune.calibration.own_words import SELF, own_words
 from distprune.calibration.text import TextFile
-from distprune.checkpoint.digest import new_digest
 from distprune.checkpoint.disk import write_whole
+from distprune.checkpoint.hf_directory import new_digest
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.collectives.agree import agree, together
 from distprune.jobs.files import JobFiles

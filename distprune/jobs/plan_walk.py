@@ -12,9 +12,9 @@ from typing_extensions import override
 
 from distprune.calibration.data import load_samples
 from distprune.calibration.own_words import SELF
+from distprune.checkpoint.hf_directory import open_together
 from distprune.checkpoint.hub import resolve_model
 from distprune.checkpoint.pretrained import build_on_meta, load_tokenizer
-from distprune.checkpoint.shared_reading import open_together
 from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import communicator
 from distprune.formatting import one_line

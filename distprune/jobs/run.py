@@ -17,16 +17,14 @@ import torch.distributed as dist
 from torch import nn
 
 from distprune.calibration.data import token_digest
-from distprune.checkpoint.digest import file_digest
 from distprune.checkpoint.disk import write_whole
-from distprune.checkpoint.hf_directory import HfDirectory
+from distprune.checkpoint.hf_directory import HfDirectory, file_digest, open_together, sample_together
 from distprune.checkpoint.hf_load import load_model, mesh_of
 from distprune.checkpoint.hf_save import save_model
 from distprune.checkpoint.hub import resolve_model
 from distprune.checkpoint.output_lock import locking
 from distprune.checkpoint.pretrained import load_tokenizer
 from distprune.checkpoint.replaceable import check_output
-from distprune.checkpoint.shared_reading import open_together, sample_together
 from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import communicator
 from distprune.evaluation import perplexities, tokenize_file

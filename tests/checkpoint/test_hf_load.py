@@ -113,21 +113,30 @@ def shortened(tensors: dict[str, torch.Tensor], *names: str) -> None:
     [
         (lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"), r"missing.*'model.layers.1.mlp.up_proj"),
         (lambda tensors: tensors.update({"model.layers.7.weight": torch.zeros(2)}), r"unexpected.*layers.7.weight"),
-        (lambda tensors: shortened(tensors, "model.layers.1.mlp.up_proj.weight"), r"is \[27, 20\] in .* in the model"),
-        (lambda tensors: tensors.pop(f"{EXPERT}.3.w1.weight"), rf"missing: \['{EXPERT}.3.w1.weight'\]"),
-        (lambda tensors: [tensors.pop(name) for name in LAST], rf"missing: \['{LAST[0]}', '{LAST[2]}'\]"),
+        (
+            lambda tensors: shortened(tensors, "model.layers.1.mlp.up_proj.weight"),
+            r"up_proj.weight' is \[28, .* \[27, 20\] in .*up_proj",
+        ),
+        (
+            lambda tensors: tensors.pop(f"{EXPERT}.3.w1.weight"),
+            r"experts.0.w3.weight' \[5, .*'.*0.w1.weight' \[4, 28, 20\] are",
+        ),
+        (
+            lambda tensors: [tensors.pop(name) for name in LAST],
+            r"experts.gate_up_proj' is \[5, .* \[4, 56, 20\] in",
+        ),
         (
             lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.1" in name and "w3" in name],
             r"tensors of 'model.layers.1.mlp.experts.gate_up_proj' are missing: .*w3.weight",
         ),
         (
             lambda tensors: tensors.update({f"{EXPERT}.5.w2.weight": torch.zeros(20, 28)}),
-            r"make '.*down_proj' \[6, 20, 28\] in .*, and it is \[5, 20, 28\] in the model",
+            r"'.*down_proj' is \[5, 20, 28\] in the model, and \[6, 20, 28\] in .*experts.0.w2",
         ),
-        (lambda tensors: shortened(tensors, f"{EXPERT}.3.w3.weight"), rf"'{EXPERT}.3.w3.weight' \[27, 20\]: they are"),
+        (lambda tensors: shortened(tensors, f"{EXPERT}.3.w3.weight"), rf"'{EXPERT}.3.w3.weight' \[27, 20\] are parts"),
         (
             lambda tensors: shortened(tensors, *(f"{EXPERT}.{number}.w2.weight" for number in range(5))),
-            r"make '.*down_proj' \[5, 19, 28\] in .*, and it is \[5, 20, 28\] in the model",
+            r"'.*down_proj' is \[5, 20, 28\] in the model, and \[5, 19, 28\] in",
         ),
         (
             lambda tensors: tensors.update({LAST[1]: tensors[LAST[1]].bfloat16()}),

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from distprune.checkpoint.hf_directory import open_directory
-from distprune.checkpoint.shared_reading import open_together, sample_together
+from distprune.checkpoint import hf_directory
+from distprune.checkpoint.hf_directory import file_digest, open_directory, open_together, sample_together
 from distprune.collectives.communicator import communicator
 from tests.worlds import run_threads
 
@@ -69,3 +69,22 @@ def test_copies_that_differ(split_model: Path, tmp_path: Path, change: Any, said
     for error in run_threads(4, read, copies, catch=True):
         assert isinstance(error, ValueError)
         assert said in str(error)
+
+
+def digest(_: int, path: Path) -> str:
+    return file_digest(communicator(), path)
+
+
+def test_a_digest_tells_one_bit_and_the_order_of_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same from any number of ranks."""
+    monkeypatch.setattr(hf_directory, "_READ_BYTES", 4)
+    path, contents = tmp_path / "file", [b"abcdefghij", b"efghabcdij", b"abcdefghik", b"abcdefghi", b""]
+    digests: list[str] = []
+    for content in contents:
+        path.write_bytes(content)
+        of_ranks = {
+            digest for num in (1, 2, 5) for digest in run_threads(num, lambda _: file_digest(communicator(), path))
+        }
+        assert len(of_ranks) == 1
+        digests += of_ranks
+    assert len({*digests}) == len(contents)

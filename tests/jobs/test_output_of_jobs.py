@@ -215,7 +215,7 @@ def test_a_model_that_was_fetched_anew_is_the_same(
 @pytest.mark.parametrize("kind", RESUMABLE)
 def test_a_model_that_is_another_one(make: Callable[[str], Any], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the bytes that are looked at do not show it."""
-    monkeypatch.setattr("distprune.checkpoint.shared_reading._SAMPLE_BYTES", 0)
+    monkeypatch.setattr("distprune.checkpoint.hf_directory._SAMPLE_BYTES", 0)
     job = make(kind)
     kill(job)
     name = "model.layers.0.mlp.up_proj.weight"
