@@ -16,11 +16,16 @@ from distprune.jobs.options import PANELS, RUNNING, Option, ask, asked, check_fi
 
 @asked
 class Running:
-    """How a job is run."""
+    """How a job is run.
 
-    device: Literal["auto", "cpu", "cuda"] = ask("auto: CUDA where there is a GPU.", default="auto", panel=RUNNING)
+    Args:
+        device: auto: CUDA where there is a GPU.
+        timeout: Seconds a rank waits for the others.
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = ask(default="auto", panel=RUNNING)
     # Torch counts milliseconds in 32 bits in places.
-    timeout: float = ask("Seconds a rank waits for the others.", default=600.0, least=1, most=10**6, panel=RUNNING)
+    timeout: float = ask(default=600.0, least=1, most=10**6, panel=RUNNING)
 
 
 @dataclass(frozen=True)
@@ -104,8 +109,8 @@ def _value(option: Option, given: Any) -> Any:
     if option.parse is not None:
         try:
             return option.parse(given)
-        except ValueError as error:
-            raise ValueError(f"{option.flag}: {error}") from None
+        except ValueError:
+            raise ValueError(f"{option.flag} takes {option.metavar}, not {given!r}") from None
     if number := _number_of(option):
         try:
             return number(given)

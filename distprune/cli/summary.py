@@ -10,7 +10,7 @@ from distprune.checkpoint.inspect import InspectReport
 from distprune.formatting import count, gibibytes, share
 from distprune.jobs import JobReport, PlannedWalk, Sampled, Trained, Work
 from distprune.jobs.figures import WIDTH, inspection_rows, kinds_of_tensors, laid_out, memory_rows
-from distprune.jobs.run import REPORT_NAME
+from distprune.jobs.options import REPORT_NAME
 
 _MOST_KINDS = 15  # of tensors
 

@@ -12,57 +12,44 @@ from typing_extensions import override
 from distprune.calibration.own_words import SELF
 from distprune.checkpoint.pretrained import load_tokenizer
 from distprune.collectives.agree import together
-from distprune.jobs.files import JobFiles, ResumableJob
-from distprune.jobs.options import CALIBRATION, METHOD, MOST, RUNNING, ask, asked, parse_samples
-from distprune.jobs.own_words import OWN_WORDS, WindowCounts, Windows, ask_words, counts_of, file_of, load_windows
+from distprune.jobs.files import JobFiles
+from distprune.jobs.options import CALIBRATION, METHOD, MOST, RUNNING, Job, ask, asked
+from distprune.jobs.own_words import WindowCounts, Windows, ask_words, counts_of, file_of, load_windows
 from distprune.jobs.run import Run
 from distprune.oneshot.recipe import TargetsOf
 
 
-@asked
-class CalibratedJob(ResumableJob):
-    """What a job that walks through the blocks with windows of tokens is asked for beside that."""
+def parse_samples(text: str) -> int | None:
+    """Return how many windows are meant; ``None``: all."""
+    return None if text == "all" else int(text)
 
-    calibration: str = ask(
-        "Text or JSON-lines file. Work block by block, with the inputs this text gives each layer. self: the model "
-        "writes the text.",
-        default=SELF,
-        is_file=True,
-        metavar="PATH|self",
-        panel=CALIBRATION,
-    )
-    samples: int | None = ask(
-        "Windows of the text, drawn by --seed; without a text, windows that the model writes.",
-        default=128,
-        parse=parse_samples,
-        metavar="N|all",
-        least=1,
-        most=MOST,
-        panel=CALIBRATION,
-    )
-    sequence_length: int = ask("Tokens in each.", default=2048, least=1, most=MOST, panel=CALIBRATION)
-    own_words: int | str | None = ask_words(
-        "Windows that the model writes beside those of the text: a third continue pieces of the text, the others begin "
-        f"as documents of many kinds do, and as chats ({OWN_WORDS} with admm and shrink, else none).",
-        CALIBRATION,
-    )
-    targets: TargetsOf | None = ask(
-        "Aim at each layer's own output, or at the dense model's (the default of admm and of obs).",
-        default=None,
-        panel=METHOD,
-    )
-    target_share: float | None = ask(
-        "How much of the way to the dense model's output (half of it).", default=None, above=0, most=1, panel=METHOD
-    )
-    offload: bool = ask("Keep activations on the CPU between blocks.", default=False, decides=False, panel=RUNNING)
-    batch_tokens: int | None = ask(
-        "Tokens that run together, or one window (8192; of wide models on the CPU fewer).",
-        default=None,
-        least=1,
-        most=MOST,
-        decides=False,
-        panel=RUNNING,
-    )
+
+@asked
+class CalibratedJob(Job):
+    """What a job that walks through the blocks with windows of tokens is asked for beside that.
+
+    Args:
+        calibration: Text or JSON-lines file. Work block by block, with the inputs this text gives each layer. self: the
+            model writes the text.
+        samples: Windows of the text, drawn by --seed; without a text, windows that the model writes.
+        sequence_length: Tokens in each.
+        own_words: Windows that the model writes beside those of the text: a third continue pieces of the text, the
+            others begin as documents of many kinds do, and as chats (96 with admm and shrink, else none). Or a file
+            that distprune sample has written: all windows in it.
+        targets: Aim at each layer's own output, or at the dense model's (the default of admm and of obs).
+        target_share: How much of the way to the dense model's output (half of it).
+        offload: Keep activations on the CPU between blocks.
+        batch_tokens: Tokens that run together, or one window (8192; of wide models on the CPU fewer).
+    """
+
+    calibration: str = ask(default=SELF, is_file=True, metavar="PATH|self", panel=CALIBRATION)
+    samples: int | None = ask(default=128, parse=parse_samples, metavar="N|all", least=1, most=MOST, panel=CALIBRATION)
+    sequence_length: int = ask(default=2048, least=1, most=MOST, panel=CALIBRATION)
+    own_words: int | str | None = ask_words(CALIBRATION)
+    targets: TargetsOf | None = ask(default=None, panel=METHOD)
+    target_share: float | None = ask(default=None, above=0, most=1, panel=METHOD)
+    offload: bool = ask(default=False, decides=False, panel=RUNNING)
+    batch_tokens: int | None = ask(default=None, least=1, most=MOST, decides=False, panel=RUNNING)
 
     @override
     def check_asked(self) -> None:
@@ -79,11 +66,6 @@ class CalibratedJob(ResumableJob):
                     "sequence_length=1 (--sequence-length 1) leaves nothing to write; take windows of a text, and "
                     "own_words=0 (--own-words 0)"
                 )
-
-    @override
-    def inputs(self) -> list[str]:
-        files = [file_of(self.own_words), None if self.calibration == SELF else self.calibration]
-        return [*super().inputs(), *(path for path in files if path is not None)]
 
     def counts(self, num_text: int, num_in_file: int | None = None) -> WindowCounts:
         """Return how many windows there are of each kind. Local; raises as :func:`counts_of`."""

@@ -17,7 +17,7 @@ from distprune.checkpoint.stored_slices import Progress
 from distprune.figure import check_picture, new_figure, write_png
 from distprune.formatting import one_line, printable, share
 from distprune.jobs.figures import Row, inspection_rows, perplexities, rows
-from distprune.jobs.run import REPORT_NAME
+from distprune.jobs.options import REPORT_NAME
 
 _LOGARITHMIC_FROM = 10.0  # times the lowest perplexity
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from typing_extensions import override
 
 from distprune.checkpoint.disk import partial_of, write_whole
 from distprune.checkpoint.hf_directory import read_json
@@ -26,8 +25,8 @@ from distprune.checkpoint.outputs import check_shared, publish
 from distprune.checkpoint.replaceable import check_output
 from distprune.collectives.agree import together
 from distprune.collectives.base import Communicator
-from distprune.jobs.options import RUNNING, Job, ask, asked
-from distprune.jobs.run import REPORT_NAME, Run
+from distprune.jobs.options import Job
+from distprune.jobs.run import Run
 from distprune.mistakes import is_expected
 from distprune.version import __version__
 
@@ -74,24 +73,8 @@ class JobFiles:
         return self.records[name]
 
 
-@asked
-class ResumableJob(Job):
-    """A job that can go on."""
-
-    resume: bool = ask("Go on where a job that was killed has stopped.", default=False, decides=False, panel=RUNNING)
-
-    @override
-    def check(self) -> None:
-        """Raise also if ``resume`` is asked for and the job has finished."""
-        target = Path(self.output)
-        is_left = (unfinished_of(target) / RESULT_NAME).exists()
-        if self.resume and not self.overwrite and (target / REPORT_NAME).is_file() and not is_left:
-            raise FileExistsError(f"nothing is left to resume: {self.output} is finished, it holds a {REPORT_NAME}")
-        super().check()
-
-
 @contextmanager
-def open_files(run: Run, job: ResumableJob, *, sync: bool = True) -> Iterator[JobFiles]:
+def open_files(run: Run, job: Job, *, sync: bool = True) -> Iterator[JobFiles]:
     """Yield the folder of a ``job``: a new one or, with ``resume``, the one that is there.
 
     A resumed job must have the options that decide the result, read the same files and be run by the same versions; on
@@ -109,7 +92,7 @@ def open_files(run: Run, job: ResumableJob, *, sync: bool = True) -> Iterator[Jo
     """
     comm, folder = run.comm, unfinished_of(run.output)
     with together(comm):
-        recipe = json.loads(json.dumps({**job.facts(), **_VERSIONS, **run.read}))
+        recipe = json.loads(json.dumps({**job.flags(deciding=True), **_VERSIONS, **run.read}))
         there = _read_records(folder) if comm.rank == 0 else []
     before, records = comm.broadcast(there)
     was_begun = bool(records)

@@ -21,9 +21,9 @@ from distprune.checkpoint.hub import resolve_model
 from distprune.checkpoint.output_lock import remove_tree
 from distprune.checkpoint.pretrained import load_tokenizer
 from distprune.collectives.agree import sum_together, together
-from distprune.jobs.files import STATE, JobFiles, ResumableJob, open_files
+from distprune.jobs.files import STATE, JobFiles, open_files
 from distprune.jobs.masked_training import MaskedTraining
-from distprune.jobs.options import MOST, RUNNING, TRAINING, ask, asked
+from distprune.jobs.options import MOST, RUNNING, TRAINING, Job, ask, asked
 from distprune.jobs.own_words import Windows, ask_words, file_of, load_windows
 from distprune.jobs.report import JobReport, Trained
 from distprune.jobs.run import Device, Run
@@ -39,42 +39,36 @@ _NUM_WINDOWS = 512  # that a teacher writes, if nothing is said
 
 
 @asked
-class FinetuneJob(ResumableJob):
+class FinetuneJob(Job):
     """Train a model with its zeros held: a pruned one, a smaller one, or any other.
 
     The learning rate is at its highest after a tenth of the job. With a teacher the loss is the Kullback-Leibler
     divergence from what it predicts.
+
+    Args:
+        data: Text or JSON-lines file to train on. self: the --teacher writes it.
+        own_words: Without a text: windows that the teacher writes (512). Or a file that distprune sample has written:
+            all windows in it.
+        steps: How many steps to do; or else --minutes.
+        minutes: How long to train, without the time to load, evaluate and write; or else --steps.
+        teacher: The dense model: learn what it predicts, and not the text.
+        learning_rate: Of AdamW, at its highest.
+        batch_size: Windows a step, over all ranks.
+        sequence_length: Tokens in each.
+        compute_dtype: Of forwards. Weights are trained in float32.
+        save_every: Seconds between states that --resume can go on with.
     """
 
-    data: str = ask(
-        "Text or JSON-lines file to train on. self: the --teacher writes it.",
-        default=SELF,
-        is_file=True,
-        metavar="PATH|self",
-        panel=TRAINING,
-    )
-    own_words: int | str | None = ask_words(
-        f"Without a text: windows that the teacher writes ({_NUM_WINDOWS}).", TRAINING
-    )
-    steps: int | None = ask("How many steps to do; or else --minutes.", default=None, least=1, panel=TRAINING)
-    minutes: float | None = ask(
-        "How long to train, without the time to load, evaluate and write; or else --steps.",
-        default=None,
-        above=0,
-        panel=TRAINING,
-    )
-    teacher: str | None = ask(
-        "The dense model: learn what it predicts, and not the text.", default=None, is_file=True, panel=TRAINING
-    )
-    learning_rate: float = ask("Of AdamW, at its highest.", default=2e-4, above=0, panel=TRAINING)
-    batch_size: int = ask("Windows a step, over all ranks.", default=8, least=1, most=MOST, panel=TRAINING)
-    sequence_length: int = ask("Tokens in each.", default=256, least=2, most=MOST, panel=TRAINING)
-    compute_dtype: torch.dtype = ask(
-        "Of forwards. Weights are trained in float32.", default=torch.bfloat16, choices=_DTYPES, panel=TRAINING
-    )
-    save_every: float = ask(
-        "Seconds between states that --resume can go on with.", default=300.0, least=0, decides=False, panel=RUNNING
-    )
+    data: str = ask(default=SELF, is_file=True, metavar="PATH|self", panel=TRAINING)
+    own_words: int | str | None = ask_words(TRAINING)
+    steps: int | None = ask(default=None, least=1, panel=TRAINING)
+    minutes: float | None = ask(default=None, above=0, panel=TRAINING)
+    teacher: str | None = ask(default=None, is_file=True, panel=TRAINING)
+    learning_rate: float = ask(default=2e-4, above=0, panel=TRAINING)
+    batch_size: int = ask(default=8, least=1, most=MOST, panel=TRAINING)
+    sequence_length: int = ask(default=256, least=2, most=MOST, panel=TRAINING)
+    compute_dtype: torch.dtype = ask(default=torch.bfloat16, choices=_DTYPES, panel=TRAINING)
+    save_every: float = ask(default=300.0, least=0, decides=False, panel=RUNNING)
 
     @override
     def check_asked(self) -> None:
@@ -88,11 +82,6 @@ class FinetuneJob(ResumableJob):
             raise ValueError(f"own_words={self.own_words!r} (--own-words) are a teacher's, not of data={self.data!r}")
         if self.data == SELF and self.own_words == 0:
             raise ValueError("own_words=0 (--own-words 0) leaves nothing to train on")
-
-    @override
-    def inputs(self) -> list[str]:
-        files = [None if self.data == SELF else self.data, self.teacher, file_of(self.own_words)]
-        return [*super().inputs(), *(path for path in files if path is not None)]
 
     def share(self, num_steps: int, seconds: float) -> float:
         """Return how much of the job is done after so many steps and seconds."""

@@ -14,7 +14,7 @@ from distprune.collectives.agree import together
 from distprune.jobs.block_files import BlockFiles
 from distprune.jobs.calibrated import CalibratedJob, load_calibrated
 from distprune.jobs.files import open_files
-from distprune.jobs.options import METHOD, RUNNING, PruningJob, ask, asked, parse_bytes
+from distprune.jobs.options import METHOD, RUNNING, PruningJob, ask, asked, parse_amount
 from distprune.jobs.report import JobReport, PrunedBlocks
 from distprune.jobs.run import Device, Run
 from distprune.jobs.watcher import Watcher
@@ -27,43 +27,33 @@ from distprune.oneshot.report import clock
 from distprune.patterns.as_pattern import as_pattern
 
 
+def parse_bytes(text: str) -> int:
+    """Return how many bytes are meant, such as 80G: K, M, G and T are powers of 1,024."""
+    return parse_amount(text, "KMGT", 1024)
+
+
 @asked
 class OneShotJob(PruningJob, CalibratedJob):
-    """Prune with calibration windows, as ``prune_blocks`` does."""
+    """Prune with calibration windows, as ``prune_blocks`` does.
 
-    method: OneShotMethod = ask("How weights are chosen.", default="admm", panel=METHOD)
-    sequential: Sequential | None = ask(
-        "Prune the layers of a block at once, or layer by layer in the order they run (admm's default).",
-        default=None,
-        panel=METHOD,
-    )
-    allocation: Allocation | None = ask(
-        "uniform: all layers end with --sparsity. gradients: more zeros where the loss feels them less (admm's "
-        "default).",
-        default=None,
-        panel=METHOD,
-    )
+    Args:
+        method: How weights are chosen.
+        sequential: Prune the layers of a block at once, or layer by layer in the order they run (admm's default).
+        allocation: uniform: all layers end with --sparsity. gradients: more zeros where the loss feels them less
+            (admm's default).
+        refit: Fit each pruned block as a whole to the dense model's (the default with dense targets), or none.
+        permute: channels: for N:M, put them in the order in which most is kept (the default with dense targets); or
+            none.
+        expert_memory: Of a mixture: memory for the sums of experts that a rank prunes at a time.
+    """
 
-    refit: BlockRefit | None = ask(
-        "Fit each pruned block as a whole to the dense model's (the default with dense targets), or none.",
-        default=None,
-        panel=METHOD,
-    )
-
-    permute: Permute | None = ask(
-        "channels: for N:M, put them in the order in which most is kept (the default with dense targets); or none.",
-        default=None,
-        panel=METHOD,
-    )
-
+    method: OneShotMethod = ask(default="admm", panel=METHOD)
+    sequential: Sequential | None = ask(default=None, panel=METHOD)
+    allocation: Allocation | None = ask(default=None, panel=METHOD)
+    refit: BlockRefit | None = ask(default=None, panel=METHOD)
+    permute: Permute | None = ask(default=None, panel=METHOD)
     expert_memory: int = ask(
-        "Of a mixture: memory for the sums of experts that a rank prunes at a time.",
-        default=EXPERT_MEMORY,
-        least=1,
-        parse=parse_bytes,
-        metavar="N[K|M|G|T]",
-        decides=False,
-        panel=RUNNING,
+        default=EXPERT_MEMORY, least=1, parse=parse_bytes, metavar="N[K|M|G|T]", decides=False, panel=RUNNING
     )
 
     @override

@@ -1,34 +1,39 @@
-"""What jobs are asked for: dataclasses, whose fields say all that the command line needs to know of an option."""
+"""What jobs are asked for: dataclasses, whose fields and docstrings say all that the command line needs to know."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
-from decimal import Decimal
+from fractions import Fraction
 from math import inf
-from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Any, Literal, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
 
 import torch
 
+from distprune.calibration.own_words import SELF
+from distprune.checkpoint.output_lock import RESULT_NAME, unfinished_of
 from distprune.checkpoint.replaceable import check_output
 from distprune.patterns.base import Pattern
 
+REPORT_NAME = "report.json"
 # Panels of the help, in their order.
 FILES, METHOD, SIZES, CALIBRATION = "Output", "Method", "What stays", "Calibration"
 TRAINING, WINDOWS, EVALUATION, PLAN, RUNNING = "Training", "Windows", "Evaluation", "Plan", "Running"
 PANELS = (None, FILES, METHOD, SIZES, TRAINING, WINDOWS, CALIBRATION, EVALUATION, PLAN, RUNNING)
-_Class = TypeVar("_Class")
 MOST = 1 << 30
-_FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_Class = TypeVar("_Class")
+_SAID = re.compile(r"^    (\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)  # of one argument, in a docstring
 
 
 @dataclass(frozen=True)
 class Option:
     """What the command line says of a field, and which values it takes."""
 
-    help: str
+    help: str = ""  # as the docstring of its class says it
     flag: str = ""  # if it is not the field's name
     hint: Any = None  # the field's type
     default: Any = None  # of the field
@@ -46,28 +51,25 @@ class Option:
 
     def check(self, name: str, value: Any) -> None:
         """Raise a ValueError if the field ``name`` must not have this ``value``."""
-        values = self.choices.values()
-        if values and value not in (self.default, *values):
-            raise ValueError(f"{name} ({self.flag}) takes {', '.join(map(repr, values))}, not {value!r}")
-        is_within = (
-            value is None
-            or isinstance(value, str)
-            or (
-                (self.above is None or self.above < value < inf)
-                and (self.least is None or value >= self.least)
-                and (self.most is None or value <= self.most)
-            )
-        )
-        if not is_within:
-            limits = {"above": self.above, "at least": self.least, "at most": self.most}
+        if self.choices and value not in (self.default, *self.choices.values()):
+            raise ValueError(f"{name} ({self.flag}) takes {', '.join(map(repr, self.choices.values()))}, not {value!r}")
+        if not isinstance(value, int | float):
+            return
+        least, most = self.least, self.most
+        is_above = self.above is None or self.above < value < inf
+        if not (is_above and (least is None or value >= least) and (most is None or value <= most)):
+            limits = {"above": self.above, "at least": least, "at most": most}
             said = " and ".join(f"{word} {limit}" for word, limit in limits.items() if limit is not None)
-            said += " and finite" if self.most is None and self.above is not None else ""
+            said += " and finite" if most is None and self.above is not None else ""
             raise ValueError(f"{name} ({self.flag}) takes a number {said}, not {value}")
 
 
-def ask(help: str, *, default: Any = MISSING, **of: Any) -> Any:
-    """Return a field with its :class:`Option`: ``steps: int = ask("How many.", default=1, least=1)``."""
-    return field(default=default, metadata={"option": Option(help, **of)})
+def ask(*, default: Any = MISSING, **more: Any) -> Any:
+    """Return a field with its :class:`Option`: ``steps: int = ask(default=1, least=1)``.
+
+    Its help is what the docstring of its class says under ``Args:``.
+    """
+    return field(default=default, metadata={"option": Option(**more)})
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(ask,))
@@ -77,15 +79,18 @@ def asked(cls: type[_Class]) -> type[_Class]:
 
 
 def options_of(job: Any) -> Mapping[str, Option]:
-    """Return the options of a class of ``ask`` by its fields, with their flags, types, defaults and choices."""
-    found, hints = dict[str, Option](), get_type_hints(job)
-    for of in fields(job):
-        option: Option = of.metadata["option"]
-        hint, flag = hints[of.name], option.flag or f"--{of.name.replace('_', '-')}"
+    """Return the options of a class of ``ask`` by its fields, with their help, flags, types, defaults and choices."""
+    options, hints, said = dict[str, Option](), get_type_hints(job), dict[str, str]()
+    for base in reversed(job.__mro__):
+        said |= _SAID.findall(inspect.cleandoc(base.__doc__ or "").partition("\nArgs:\n")[2])
+    for declared in fields(job):
+        name, option = declared.name, declared.metadata["option"]
+        hint, flag = hints[name], option.flag or f"--{name.replace('_', '-')}"
         parts = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
         choices = option.choices or {value: value for part in parts for value in get_args(part)}
-        found[of.name] = replace(option, flag=flag, hint=hint, default=of.default, choices=choices)
-    return found
+        help = " ".join(said[name].split())
+        options[name] = replace(option, help=help, flag=flag, hint=hint, default=declared.default, choices=choices)
+    return options
 
 
 def check_fields(job: Any) -> None:
@@ -94,82 +99,49 @@ def check_fields(job: Any) -> None:
         option.check(name, getattr(job, name))
 
 
-def parse_samples(text: str) -> int | None:
-    """Return how many windows are meant; ``None``: all."""
-    if text == "all":
-        return None
-    if not text.isdecimal() or not 1 <= int(text) <= MOST:
-        raise ValueError(f"{text!r} is neither 'all' nor a number from 1 to {MOST}")
-    return int(text)
+def parse_amount(text: str, units: str, factor: int) -> int:
+    """Return the number that a text such as 80G means: each of the ``units`` is ``factor`` times the one before."""
+    power = units.find(text[-1:]) + 1
+    return int(Fraction(text[:-1] if power else text) * factor**power)
 
 
-def parse_size(text: str, most: int = MOST) -> int | float:
+def parse_size(text: str) -> int | float:
     """Return how many are to stay, or which share of them, which has a point."""
-    try:
-        size: int | float = float(text) if "." in text else int(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is neither a number such as 6 nor a share such as 0.75") from None
-    if not (0 < size <= 1 if isinstance(size, float) else 1 <= size <= most):
+    size: int | float = float(text) if "." in text else int(text)
+    if not 0 < size <= (1 if isinstance(size, float) else MOST):
         raise ValueError(f"{text} is neither a number from 1 on nor a share above 0 and at most 1.0")
     return size
 
 
-def parse_budget(text: str) -> int | float:
-    """Return how many parameters may stay, such as 100M, or which share of them."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMBT])", text)
-    if found is None and not re.fullmatch(r"[0-9.]+", text):
-        raise ValueError(f"{text!r} is neither a number such as 100M or 100000000 nor a share such as 0.8")
-    return parse_size(text, 10**15) if found is None else int(Decimal(found[1]) * _FACTORS[found[2]]) or 1
-
-
-def parse_bytes(text: str) -> int:
-    """Return how many bytes are meant, such as 80G: K, M, G and T are powers of 1,024."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)", text)
-    if found is None or not (num := int(Decimal(found[1]) * 1024 ** " KMGT".index(found[2] or " "))):
-        raise ValueError(f"{text!r} is not a number of bytes such as 80G")
-    return num
-
-
-def _ask_of_evaluation(help: str, flag: str, default: int) -> Any:
-    """Return a field that says something only beside ``--eval``: a number of tokens."""
-    return ask(
-        help, default=default, flag=flag, least=2, most=MOST, needs=("evaluate_on",), decides=False, panel=EVALUATION
-    )
-
-
 @asked
 class BareJob:
-    """What every job is asked for; all ranks must ask for the same. ``distprune COMMAND --help`` says what it means."""
+    """What every job is asked for; all ranks must ask for the same.
 
-    model: str = ask("A Hugging Face directory, or an id of the hub: org/name or org/name@revision.", is_file=True)
-    output: str = ask(
-        "Directory to write, which all ranks see. It must not exist, or be empty.", is_file=True, panel=FILES
-    )
-    seed: int = ask(
-        "Draws windows of text, own words, and the zeros of --method random.",
-        default=0,
-        least=-(1 << 63),
-        most=(1 << 63) - 1,
-        panel=RUNNING,
-    )
-    dtype: torch.dtype | None = ask(
-        "Of the weights that are written. auto: as they are stored.", default=None, choices=DTYPES, panel=FILES
-    )
-    overwrite: bool = ask("Replace the model in the output directory.", default=False, decides=False, panel=FILES)
+    Args:
+        model: A Hugging Face directory, or an id of the hub: org/name or org/name@revision.
+        output: Directory to write, which all ranks see. It must not exist, or be empty.
+        seed: Draws windows of text, own words, and the zeros of --method random.
+        dtype: Of the weights that are written. auto: as they are stored.
+        overwrite: Replace the model in the output directory.
+    """
+
+    model: str = ask(is_file=True)
+    output: str = ask(is_file=True, panel=FILES)
+    seed: int = ask(default=0, least=-(1 << 63), most=(1 << 63) - 1, panel=RUNNING)
+    dtype: torch.dtype | None = ask(default=None, choices=DTYPES, panel=FILES)
+    overwrite: bool = ask(default=False, decides=False, panel=FILES)
 
     def arguments(self) -> dict[str, Any]:
         """Return all fields as JSON carries them."""
         return {name: repr(of) if isinstance(of, torch.dtype | Pattern) else of for name, of in vars(self).items()}
 
-    def flags(self) -> dict[str, Any]:
-        """Return :meth:`arguments` under the names of the command line, for the ranks to agree on."""
-        options = options_of(type(self))
-        return {options[name].flag: value for name, value in self.arguments().items()}
+    def flags(self, *, deciding: bool = False) -> dict[str, Any]:
+        """Return :meth:`arguments` under the names of the command line, for the ranks to agree on.
 
-    def facts(self) -> dict[str, Any]:
-        """Return those of :meth:`flags` that decide what comes out: a resumed job must be asked for the same."""
-        deciding = {option.flag for option in options_of(type(self)).values() if option.decides}
-        return {flag: value for flag, value in self.flags().items() if flag in deciding}
+        ``deciding``: those alone that decide what comes out, for which a resumed job must be asked again.
+        """
+        options, values = options_of(type(self)), self.arguments()
+        return {option.flag: values[name] for name, option in options.items() if option.decides or not deciding}
 
     def check_asked(self) -> None:
         """Raise a ValueError for what is wrong whatever the model and the files are. Local."""
@@ -178,52 +150,53 @@ class BareJob:
 
 @asked
 class Job(BareJob):
-    """A job that writes a model."""
+    """A job that writes a model, and can go on where it was killed.
 
-    has_picture: ClassVar[bool] = True  # whether what it did can be drawn
+    Args:
+        evaluate_on: Text or JSON-lines file. Report the perplexity before and after. Repeatable.
+        evaluation_tokens: How much of each to use.
+        evaluation_length: Tokens in one window.
+        tasks: Tasks of lm-eval, such as hellaswag,arc_easy: report them before and after.
+        resume: Go on where a job that was killed has stopped.
+    """
 
-    evaluate_on: tuple[str, ...] = ask(
-        "Text or JSON-lines file. Report the perplexity before and after. Repeatable.",
-        default=(),
-        flag="--eval",
-        is_file=True,
-        decides=False,
-        panel=EVALUATION,
+    evaluate_on: tuple[str, ...] = ask(default=(), flag="--eval", is_file=True, decides=False, panel=EVALUATION)
+    evaluation_tokens: int = ask(
+        default=8192, flag="--eval-tokens", least=2, most=MOST, needs=("evaluate_on",), decides=False, panel=EVALUATION
     )
-    evaluation_tokens: int = _ask_of_evaluation("How much of each to use.", "--eval-tokens", 8192)
-    evaluation_length: int = _ask_of_evaluation("Tokens in one window.", "--eval-length", 512)
+    evaluation_length: int = ask(
+        default=512, flag="--eval-length", least=2, most=MOST, needs=("evaluate_on",), decides=False, panel=EVALUATION
+    )
     tasks: tuple[str, ...] = ask(
-        "Tasks of lm-eval, such as hellaswag,arc_easy: report them before and after.",
-        default=(),
-        metavar="NAMES",
-        separator=",",
-        is_file=True,
-        decides=False,
-        panel=EVALUATION,
+        default=(), metavar="NAMES", separator=",", is_file=True, decides=False, panel=EVALUATION
     )
+    resume: bool = ask(default=False, decides=False, panel=RUNNING)
 
     def check(self) -> None:
         """Raise what can be known to be wrong before anything is read. Local."""
         self.check_asked()
+        target = Path(self.output)
+        is_left = (unfinished_of(target) / RESULT_NAME).exists()
+        if self.resume and not self.overwrite and (target / REPORT_NAME).is_file() and not is_left:
+            raise FileExistsError(f"nothing is left to resume: {self.output} is finished, it holds a {REPORT_NAME}")
         check_output(self.output, overwrite=self.overwrite, inputs=self.inputs())
 
     def inputs(self) -> list[str]:
         """Return the files and directories that are read, which the output must not replace."""
-        return [self.model, *self.evaluate_on]
+        files = [name for name, option in options_of(type(self)).items() if option.is_file]
+        values = [getattr(self, name) for name in files if name not in ("output", "tasks")]
+        paths = [path for value in values for path in (value if isinstance(value, tuple) else [value])]
+        return [path for path in paths if isinstance(path, str) and path != SELF]
 
 
 @asked
 class PruningJob(Job):
-    """What a job that prunes is asked for beside that."""
+    """What a job that prunes is asked for beside that.
 
-    sparsity: float | None = ask(
-        "The final share of zeros, such as 0.5. Existing zeros count toward it.", default=None, panel=METHOD
-    )
-    method: str = ask("How weights are chosen.", panel=METHOD)
-    pattern: Pattern | str = ask(
-        "unstructured, row or block:16, with --sparsity; or N:M such as 2:4, without.",
-        default="unstructured",
-        parse=str,
-        metavar="TEXT",
-        panel=METHOD,
-    )
+    Args:
+        sparsity: The final share of zeros, such as 0.5. Existing zeros count toward it.
+        pattern: unstructured, row or block:16, with --sparsity; or N:M such as 2:4, without.
+    """
+
+    sparsity: float | None = ask(default=None, panel=METHOD)
+    pattern: Pattern | str = ask(default="unstructured", parse=str, metavar="TEXT", panel=METHOD)

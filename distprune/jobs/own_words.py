@@ -36,10 +36,9 @@ _FORMAT = {"format": "distprune own words"}
 _PROMPT = 32  # tokens of the text that a window continues, or a quarter of a short window
 
 
-def ask_words(help: str, panel: str) -> Any:
+def ask_words(panel: str) -> Any:
     """Return the field for windows that the model writes, how many, or that are in a file."""
     return ask(
-        f"{help} Or a file that distprune sample has written: all windows in it.",
         default=None,
         parse=lambda text: int(text) if text.isdecimal() else text,
         metavar="N|FILE",

@@ -28,17 +28,15 @@ from distprune.oneshot.estimate import as_line
 
 @asked_of
 class PlanJob(OneShotJob):
-    """Say what :class:`OneShotJob` would take, from the model's config. Nothing runs, and nothing is written."""
+    """Say what :class:`OneShotJob` would take, from the model's config. Nothing runs, and nothing is written.
 
-    plan: bool = ask(
-        "Print how much memory each rank would take, and run nothing.",
-        default=True,
-        needs=("calibration", "method"),
-        panel=PLAN,
-    )
-    ranks: int | None = ask(
-        "Plan for so many ranks instead of those that are started.", default=None, least=1, most=1 << 20, panel=PLAN
-    )
+    Args:
+        plan: Print how much memory each rank would take, and run nothing.
+        ranks: Plan for so many ranks instead of those that are started.
+    """
+
+    plan: bool = ask(default=True, needs=("calibration", "method"), panel=PLAN)
+    ranks: int | None = ask(default=None, least=1, most=1 << 20, panel=PLAN)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch.distributed as dist
 from typing_extensions import override
@@ -20,32 +20,21 @@ from distprune.pruning.report import PruneReport
 
 @asked
 class PruneJob(PruningJob):
-    """Prune by the weights alone, as ``prune_model`` does."""
+    """Prune by the weights alone, as ``prune_model`` does.
 
-    has_picture: ClassVar[bool] = False
+    Args:
+        method: How weights are chosen. admm, sparsegpt, wanda: block by block, by the inputs of each layer, on text
+            that the model writes if there is no --calibration.
+        scope: global: all weights compete (the default). tensor: those of each tensor.
+        include: Prune the parameters that match, instead of the default ones. Repeatable. By weights alone: not with
+            --calibration, admm, sparsegpt or wanda.
+        exclude: Leave out the parameters that match. Repeatable. By weights alone, as --include.
+    """
 
-    method: Literal["magnitude", "random"] = ask(
-        "How weights are chosen. admm, sparsegpt, wanda: block by block, by the inputs of each layer, on text that the "
-        "model writes if there is no --calibration.",
-        default="magnitude",
-        panel=METHOD,
-    )
-    scope: Scope | None = ask(
-        "global: all weights compete (the default). tensor: those of each tensor.", default=None, panel=METHOD
-    )
-    include: tuple[str, ...] = ask(
-        "Prune the parameters that match, instead of the default ones. Repeatable. By weights alone: not with "
-        "--calibration, admm, sparsegpt or wanda.",
-        default=(),
-        metavar="NAMES",
-        panel=METHOD,
-    )
-    exclude: tuple[str, ...] = ask(
-        "Leave out the parameters that match. Repeatable. By weights alone, as --include.",
-        default=(),
-        metavar="NAMES",
-        panel=METHOD,
-    )
+    method: Literal["magnitude", "random"] = ask(default="magnitude", panel=METHOD)
+    scope: Scope | None = ask(default=None, panel=METHOD)
+    include: tuple[str, ...] = ask(default=(), metavar="NAMES", panel=METHOD)
+    exclude: tuple[str, ...] = ask(default=(), metavar="NAMES", panel=METHOD)
 
     @override
     def check_asked(self) -> None:

@@ -29,16 +29,15 @@ from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import communicator
 from distprune.evaluation import perplexities, tokenize_file
 from distprune.jobs.model_card import CARD_NAME, model_card
-from distprune.jobs.options import Job
+from distprune.jobs.options import REPORT_NAME, Job
 from distprune.jobs.picture import PICTURE_NAME, can_draw, picture
-from distprune.jobs.report import Evaluation, JobReport, Work
+from distprune.jobs.report import Evaluation, JobReport, PrunedBlocks, Trained, Work
 from distprune.jobs.tasks import load_tasks, run_tasks
 from distprune.jobs.watcher import Reporter, Watcher
 from distprune.oneshot.report import clock, peak_memory
 from distprune.shards.device import as_device
 from distprune.version import __version__
 
-REPORT_NAME = "report.json"
 Device: TypeAlias = torch.device | str
 
 _W = TypeVar("_W", bound=Work)
@@ -179,7 +178,7 @@ class Run:
             if self.comm.rank == 0:
                 write_report(report.to_dict(), folder)
                 self._write(folder / CARD_NAME, lambda: model_card(report), "left as it was")
-                if self.job.has_picture and can_draw(self.reporter.say):
+                if isinstance(work, PrunedBlocks | Trained) and can_draw(self.reporter.say):
                     self._write(folder / PICTURE_NAME, lambda: picture(report), "left out, drawing it failed")
             self.reporter.check_here()
         return report

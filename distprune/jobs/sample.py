@@ -29,19 +29,25 @@ from distprune.shards.device import as_device
 
 @asked
 class SampleJob(BareJob):
-    """Have the model write windows of tokens into a file, as :func:`distprune.own_words` does."""
+    """Have the model write windows of tokens into a file, as :func:`distprune.own_words` does.
 
-    output: str = ask(
-        "File to write (safetensors), in no model's directory. It must not exist.", is_file=True, panel=FILES
-    )
-    samples: int = ask("Windows to write.", default=128, least=1, most=MOST, panel=WINDOWS)
-    sequence_length: int = ask("Tokens in each.", default=2048, least=2, most=MOST, panel=WINDOWS)
-    temperature: float = ask("Divides the logits.", default=1.0, above=0, panel=WINDOWS)
-    top_k: int = ask("Draw from as many of the likeliest tokens.", default=TOP_K, least=1, most=MOST, panel=WINDOWS)
-    dtype: torch.dtype | None = ask(
-        "Of the weights in memory. auto: as they are stored.", default=None, choices=DTYPES, panel=FILES
-    )
-    overwrite: bool = ask("Replace the file.", default=False, panel=FILES)
+    Args:
+        output: File to write (safetensors), in no model's directory. It must not exist.
+        samples: Windows to write.
+        sequence_length: Tokens in each.
+        temperature: Divides the logits.
+        top_k: Draw from as many of the likeliest tokens.
+        dtype: Of the weights in memory. auto: as they are stored.
+        overwrite: Replace the file.
+    """
+
+    output: str = ask(is_file=True, panel=FILES)
+    samples: int = ask(default=128, least=1, most=MOST, panel=WINDOWS)
+    sequence_length: int = ask(default=2048, least=2, most=MOST, panel=WINDOWS)
+    temperature: float = ask(default=1.0, above=0, panel=WINDOWS)
+    top_k: int = ask(default=TOP_K, least=1, most=MOST, panel=WINDOWS)
+    dtype: torch.dtype | None = ask(default=None, choices=DTYPES, panel=FILES)
+    overwrite: bool = ask(default=False, panel=FILES)
 
     def check(self) -> None:
         """Raise what can be known to be wrong before anything is read. Local."""

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
-from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import nn
@@ -16,7 +15,7 @@ from distprune.collectives.agree import together
 from distprune.jobs.block_files import BlockFiles
 from distprune.jobs.calibrated import CalibratedJob, load_calibrated
 from distprune.jobs.files import open_files
-from distprune.jobs.options import METHOD, SIZES, ask, asked, parse_budget, parse_size
+from distprune.jobs.options import METHOD, SIZES, ask, asked, parse_amount, parse_size
 from distprune.jobs.report import JobReport, SmallerModel
 from distprune.jobs.run import Device, Run
 from distprune.jobs.watcher import Watcher
@@ -33,49 +32,40 @@ from distprune.removal.sizes import Sizes
 from distprune.removal.trials import find_budget
 
 
-def _size(help: str) -> Any:
-    return ask(help, default=None, parse=parse_size, metavar="N|SHARE", panel=SIZES)
+def parse_budget(text: str) -> int | float:
+    """Return how many parameters may stay, such as 100M, or which share of them."""
+    return parse_amount(text, "KMBT", 1000) if text[-1:].isalpha() else parse_size(text)
 
 
 @asked
 class ShrinkJob(CalibratedJob):
-    """Make a model smaller, as :func:`distprune.shrink_model` does."""
+    """Make a model smaller, as :func:`distprune.shrink_model` does.
 
-    mlp: int | float | None = _size("MLP channels that stay, such as 0.75 of them.")
-    heads: int | float | None = _size("Query heads that stay, as many of each KV group.")
-    kv_groups: int | float | None = _size("KV heads that stay, each with its query heads.")
-    experts: int | float | None = _size("Experts that stay of each mixture.")
-    layers: int | float | None = _size("Decoder layers that stay, such as 24.")
-    parameters: int | float | None = ask(
-        "At most as many parameters stay, such as 100M. What leaves, of all of which nothing is said but experts, "
-        "is found by trials on --calibration.",
-        default=None,
-        parse=parse_budget,
-        metavar="N[K|M|B]|SHARE",
-        panel=SIZES,
-    )
-    criterion: CriterionName = ask(
-        "How units are chosen. obs: by what the least squares fit of the rest loses.", default="obs", panel=METHOD
-    )
-    layer_criterion: LayerCriterion = ask(
-        "How layers are chosen. loss: one by one, by the loss without each; influence: by angles.",
-        default="loss",
-        needs=("layers", "parameters"),
-        panel=METHOD,
-    )
-    expert_criterion: ExpertCriterion = ask(
-        "How experts are chosen. output: by what they put out; usage: by how many tokens they get.",
-        default="output",
-        needs=("experts",),
-        panel=METHOD,
-    )
-    refit: Refit | None = ask(
-        "What becomes of the layers that read what goes: fitted anew (block: then each block as a whole, the default "
-        "with dense targets), their bias alone, or none.",
-        default=None,
-        panel=METHOD,
-    )
-    has_picture: ClassVar[bool] = False
+    Args:
+        mlp: MLP channels that stay, such as 0.75 of them.
+        heads: Query heads that stay, as many of each KV group.
+        kv_groups: KV heads that stay, each with its query heads.
+        experts: Experts that stay of each mixture.
+        layers: Decoder layers that stay, such as 24.
+        parameters: At most as many parameters stay, such as 100M. What leaves, of all of which nothing is said but
+            experts, is found by trials on --calibration.
+        criterion: How units are chosen. obs: by what the least squares fit of the rest loses.
+        layer_criterion: How layers are chosen. loss: one by one, by the loss without each; influence: by angles.
+        expert_criterion: How experts are chosen. output: by what they put out; usage: by how many tokens they get.
+        refit: What becomes of the layers that read what goes: fitted anew (block: then each block as a whole, the
+            default with dense targets), their bias alone, or none.
+    """
+
+    mlp: int | float | None = ask(default=None, parse=parse_size, metavar="N|SHARE", panel=SIZES)
+    heads: int | float | None = ask(default=None, parse=parse_size, metavar="N|SHARE", panel=SIZES)
+    kv_groups: int | float | None = ask(default=None, parse=parse_size, metavar="N|SHARE", panel=SIZES)
+    experts: int | float | None = ask(default=None, parse=parse_size, metavar="N|SHARE", panel=SIZES)
+    layers: int | float | None = ask(default=None, parse=parse_size, metavar="N|SHARE", panel=SIZES)
+    parameters: int | float | None = ask(default=None, parse=parse_budget, metavar="N[K|M|B]|SHARE", panel=SIZES)
+    criterion: CriterionName = ask(default="obs", panel=METHOD)
+    layer_criterion: LayerCriterion = ask(default="loss", needs=("layers", "parameters"), panel=METHOD)
+    expert_criterion: ExpertCriterion = ask(default="output", needs=("experts",), panel=METHOD)
+    refit: Refit | None = ask(default=None, panel=METHOD)
 
     @property
     def sizes(self) -> Sizes:

@@ -32,7 +32,7 @@ from distprune.checkpoint.stored_parameters import StoredParameters, find_stored
 from distprune.checkpoint.stored_slices import chunks_of, write_chunk
 from distprune.collectives.agree import sum_together, together
 from distprune.collectives.slow import work_together
-from distprune.jobs.files import JobFiles, ResumableJob, open_files
+from distprune.jobs.files import JobFiles, open_files
 from distprune.jobs.options import FILES, METHOD, ask, asked
 from distprune.jobs.prune import PruneJob
 from distprune.jobs.report import JobReport
@@ -52,19 +52,19 @@ _MAX_THREADS = 8  # each has some 10 MiB
 
 
 @asked
-class StreamedJob(PruneJob, ResumableJob):
+class StreamedJob(PruneJob):
     """:class:`PruneJob` for a checkpoint that may be larger than memory: the same bytes, and no model.
 
     Nothing is evaluated, and dtypes stay as they are stored.
+
+    Args:
+        streamed: Build no model: stream the weights from file to file, whatever their size.
+        sync_files: Wait until the output is on the disk; without, as after cp.
     """
 
-    streamed: bool = ask(
-        "Build no model: stream the weights from file to file, whatever their size.", default=True, panel=METHOD
-    )
+    streamed: bool = ask(default=True, panel=METHOD)
     # As torch.distributed.checkpoint.FileSystemWriter has it; a killed job can go on with either.
-    sync_files: bool = ask(
-        "Wait until the output is on the disk; without, as after cp.", default=True, decides=False, panel=FILES
-    )
+    sync_files: bool = ask(default=True, decides=False, panel=FILES)
 
     @override
     def check_asked(self) -> None:

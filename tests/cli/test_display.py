@@ -27,7 +27,7 @@ from distprune.jobs import (
     run_prune_job,
 )
 from distprune.jobs.figures import mean_error
-from distprune.jobs.run import REPORT_NAME
+from distprune.jobs.options import REPORT_NAME
 from tests.cli.test_main import end
 from tests.small_job import STAGES, block_entry, small_job
 

@@ -11,7 +11,7 @@ import torch
 
 import distprune as prune
 from distprune.jobs import PruneJob, compare_outputs, run_prune_job
-from distprune.jobs.run import REPORT_NAME
+from distprune.jobs.options import REPORT_NAME
 from tests.cli.test_main import end
 
 ZEROS = "50.0 % of 2 prunable weights, 0.0 % of all 4.0 M"

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from distprune import PerRow
 from distprune.jobs import PruneJob
-from distprune.jobs.run import REPORT_NAME
+from distprune.jobs.options import REPORT_NAME
 from tests.hf_models import make_model, make_tokenizer
 from tests.jobs import test_finetune, test_prune
 from tests.jobs.jobs_of_a_kind import run_on_rank

@@ -16,7 +16,7 @@ from distprune.checkpoint import stored_slices
 from distprune.checkpoint.inspect import inspect_directory
 from distprune.cli import main
 from distprune.jobs import OneShotJob, run_one_shot_job
-from distprune.jobs.run import REPORT_NAME
+from distprune.jobs.options import REPORT_NAME
 from tests.hf_models import make_model, make_tokenizer
 from tests.jobs.jobs_of_a_kind import run_on_rank
 from tests.jobs.test_prune import contents

@@ -18,7 +18,8 @@ from typing_extensions import override
 from distprune.checkpoint.inspect import inspect_directory
 from distprune.jobs import Evaluation, Job, PruneJob, Watcher, run_prune_job
 from distprune.jobs.model_card import CARD_NAME
-from distprune.jobs.run import REPORT_NAME, write_report
+from distprune.jobs.options import REPORT_NAME
+from distprune.jobs.run import write_report
 from distprune.patterns.base import Pattern, Scope
 from distprune.patterns.block import Block
 from distprune.patterns.n_by_m import NByM

@@ -23,7 +23,7 @@ from distprune.jobs import (
     run_shrink_job,
 )
 from distprune.jobs.figures import rows
-from distprune.jobs.run import REPORT_NAME
+from distprune.jobs.options import REPORT_NAME
 from distprune.oneshot.report import OneShotReport
 from tests.hf_models import make_model, make_tokenizer
 from tests.jobs.jobs_of_a_kind import run_on_rank
