@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -121,8 +121,7 @@ def run_finetune_job(
         model = run.load(dtype=torch.float32, compute_dtype=job.compute_dtype)
         run.note_weights("model", run.directory)
         teacher = None if teacher_directory is None else run.load(teacher_directory, dtype=job.compute_dtype)
-        models = [model, *([] if teacher is None else [teacher])]
-        data = _load_windows(job, run, model, tokenizer) if text is None else _checked(run, text, models)
+        data = _find_data(job, run, tokenizer, text, model, teacher)
         training = MaskedTraining(run.comm, model, teacher, job.compute_dtype)
         run.reporter.say(f"{training.num_zeros:,} of {training.num_elements:,} weights are zero, and stay so")
         with open_files(run, job) as files:
@@ -134,28 +133,20 @@ def run_finetune_job(
                 batches = data
             evaluates = bool(job.evaluate_on or job.tasks)
             before = files.recall(run.evaluation, lambda: run.evaluate(run.load(), "before") if evaluates else {})
-            resumed_at = _begin(run, training, files)
             with clock(run.seconds, "train"):
-                seconds, losses = _train(job, run, training, batches, files)
+                seconds, losses, resumed_at = _train(job, run, training, batches, files)
             with together(run.comm):
                 shards = training.finish()
             method = "masked fine-tuning" if training.num_zeros else "fine-tuning"
-            del models, teacher, training
+            method += "" if job.teacher is None else ", distilled from the dense model"
+            del teacher, training
             written = run.load()
             counts = _take_over(run, written, shards)
             del model, shards
             after = run.evaluate(written, "after")
             run.save(written, files.result)
-            method += "" if job.teacher is None else ", distilled from the dense model"
-            trained = Trained(
-                method=method,
-                num_steps=len(losses),
-                num_tokens=len(losses) * job.batch_size * job.sequence_length,
-                seconds=seconds,
-                losses=losses,
-                **counts,
-                resumed_at=resumed_at,
-            )
+            num_tokens = len(losses) * job.batch_size * job.sequence_length
+            trained = Trained(method, len(losses), num_tokens, seconds, losses, **counts, resumed_at=resumed_at)
             return run.report(files.result, before, after, trained)
 
 
@@ -164,14 +155,14 @@ def _find_teacher(job: FinetuneJob, run: Run) -> HfDirectory | None:
     if job.teacher is None:
         return None
     path = resolve_model(job.teacher, group=run.comm, log=run.reporter.say)
-    directory, own = open_together(run.comm, path), run.directory.path
+    directory, student = open_together(run.comm, path), run.directory.path
     with together(run.comm):
-        vocabularies = [load_tokenizer(folder).get_vocab() for folder in (path, own)]
-        sizes = [read_json(folder / CONFIG_NAME).get("vocab_size") for folder in (path, own)]
+        vocabularies = [load_tokenizer(folder).get_vocab() for folder in (path, student)]
+        sizes = [read_json(folder / CONFIG_NAME).get("vocab_size") for folder in (path, student)]
         if vocabularies[0] != vocabularies[1] or sizes[0] != sizes[1]:
             raise ValueError(
-                f"the teacher {path} has another tokenizer than {own}, or another vocabulary ({sizes[0]} tokens, and "
-                f"{sizes[1]}): what they predict cannot be compared; name the model that was pruned or made smaller"
+                f"the teacher {path} has another tokenizer than {student}, or another vocabulary ({sizes[0]} tokens, "
+                f"and {sizes[1]}): what they predict cannot be compared; name the model that was pruned or made smaller"
             )
         run.inputs.append(path)
     run.note_sample("teacher", directory)
@@ -179,27 +170,26 @@ def _find_teacher(job: FinetuneJob, run: Run) -> HfDirectory | None:
     return directory
 
 
-def _checked(run: Run, text: Batches, models: Sequence[nn.Module]) -> Batches:
-    """Return ``text``, noted, if ``models`` have embeddings and positions for it. Every rank must call it."""
+def _find_data(
+    job: FinetuneJob, run: Run, tokenizer: Any, text: Batches | None, model: nn.Module, teacher: nn.Module | None
+) -> Batches | Windows:
+    """Return ``text``, noted, or the windows of a file, or that the teacher is to write. Every rank must call it."""
+    if text is None:
+        return load_windows(
+            run,
+            model,
+            tokenizer,
+            calibration=SELF,
+            num_samples=job.own_words if isinstance(job.own_words, int) else _NUM_WINDOWS,
+            words=file_of(job.own_words),
+            length=job.sequence_length,
+            seed=job.seed,
+        )
     with together(run.comm):
-        for model in models:
-            check_fit(text[0], model)
+        for reader in (model, teacher or model):
+            check_fit(text[0], reader)
         run.read["training tokens"] = text.digest()
     return text
-
-
-def _load_windows(job: FinetuneJob, run: Run, model: nn.Module, tokenizer: Any) -> Windows:
-    """Return the windows of a file, or how many the teacher is to write. Every rank must call it."""
-    return load_windows(
-        run,
-        model,
-        tokenizer,
-        calibration=SELF,
-        num_samples=job.own_words if isinstance(job.own_words, int) else _NUM_WINDOWS,
-        words=file_of(job.own_words),
-        length=job.sequence_length,
-        seed=job.seed,
-    )
 
 
 def _take_over(run: Run, model: nn.Module, shards: list[LocalShard]) -> dict[str, int]:
@@ -221,20 +211,10 @@ def _take_over(run: Run, model: nn.Module, shards: list[LocalShard]) -> dict[str
     return dict(zip(names, sum_together(run.comm, (4,), fill).tolist(), strict=True))
 
 
-def _begin(run: Run, training: MaskedTraining, files: JobFiles) -> int:
-    """Read the last state back, if there is one; return after how many steps it was. Every rank must call it."""
-    if (saved := files.known(STATE)) is None:
-        return 0
-    num_steps: int = saved["num_steps"]
-    training.read(files.folder / f"state-{num_steps}", num_steps)
-    run.reporter.say(f"going on after step {num_steps}")
-    return num_steps
-
-
 def _train(
     job: FinetuneJob, run: Run, training: MaskedTraining, batches: Batches | WindowBatches, files: JobFiles
-) -> tuple[float, list[float]]:
-    """Do all steps that are left; return the seconds and the losses of all, those of earlier runs too.
+) -> tuple[float, list[float], int]:
+    """Do all steps that are left; return the seconds and the losses of all, and how many an earlier run has done.
 
     Every rank must call it: three rounds a step. What time it is the first rank says.
 
@@ -243,14 +223,17 @@ def _train(
     """
     saved = files.known(STATE) or {"losses": [], "seconds": 0.0}
     losses, before = list[float](saved["losses"]), float(saved["seconds"])
-    seconds = before
-    num_saved, started = len(losses), time.perf_counter()
+    seconds, resumed_at = before, len(losses)
+    if resumed_at:
+        training.read(_state_of(files, resumed_at), resumed_at)
+        run.reporter.say(f"going on after step {resumed_at}")
+    num_saved, started = resumed_at, time.perf_counter()
     saved_at = started  # a save may take longer than the time between two: it counts from the end of the last
 
-    def fill(words: torch.Tensor, own: tuple[float, float]) -> None:
+    def fill(words: torch.Tensor, parts: tuple[float, float]) -> None:
         now = time.perf_counter()
         clocks = [before + now - started, now - saved_at] if run.comm.rank == 0 else [0.0, 0.0]
-        words.copy_(torch.tensor([*own, *clocks], dtype=torch.float64, device="cpu"))
+        words.copy_(torch.tensor([*parts, *clocks], dtype=torch.float64, device="cpu"))
 
     unit, total = ("steps", job.steps or 0) if job.minutes is None else ("seconds", math.ceil(60 * job.minutes))
     with run.reporter.stage("training", unit) as progress:
@@ -259,8 +242,8 @@ def _train(
                 run.reporter.check_here()
                 batch = batches[len(losses)]
                 check_fit(batch, training.model)
-            own = training.backward(batch)
-            sums = sum_together(run.comm, (4,), partial(fill, own=own), torch.float64)
+            parts = training.backward(batch)
+            sums = sum_together(run.comm, (4,), partial(fill, parts=parts), torch.float64)
             loss, squares, seconds, unsaved_seconds = sums.tolist()
             if not math.isfinite(loss + squares):
                 kept = f"; the state after step {num_saved} is kept" if num_saved else ""
@@ -269,29 +252,30 @@ def _train(
                     f"try a lower --learning-rate, or --compute-dtype float32{kept}"
                 )
             now = min(job.share(len(losses) + 1, seconds), 1.0)
+            middle = (share + now) / 2
             with together(run.comm):
-                training.step(job.learning_rate * _factor((share + now) / 2), math.sqrt(squares))
+                factor = min(middle / _WARM_UP, (1 - middle) / (1 - _WARM_UP))
+                training.step(job.learning_rate * factor, math.sqrt(squares))
             losses.append(loss)
             if int(now * _NUM_SAID) > int(share * _NUM_SAID) or len(losses) == 1:
                 run.reporter.say(f"step {len(losses)}: loss {loss:.4f}, {now:.0%} done")
             progress(round(now * total), total)
             if now < 1 and unsaved_seconds >= job.save_every:
-                _save(run, training, files, {"num_steps": len(losses), "seconds": seconds, "losses": losses})
+                _save(run, training, files, seconds, losses)
                 num_saved, saved_at = len(losses), time.perf_counter()
-    return seconds, losses
+    return seconds, losses, resumed_at
 
 
-def _factor(share: float) -> float:
-    """Return the learning rate beside its highest, when so much of the job is done."""
-    return min(share / _WARM_UP, (1 - share) / (1 - _WARM_UP))
+def _state_of(files: JobFiles, num_steps: int) -> Path:
+    return files.folder / f"state-{num_steps}"
 
 
-def _save(run: Run, training: MaskedTraining, files: JobFiles, saved: dict[str, Any]) -> None:
+def _save(run: Run, training: MaskedTraining, files: JobFiles, seconds: float, losses: list[float]) -> None:
     """Write the state beside the one before, and record it in its place. Every rank must call it."""
-    path = files.folder / f"state-{saved['num_steps']}"
+    path = _state_of(files, len(losses))
     training.write(path)
     with together(run.comm):
-        files.record(STATE, saved)
+        files.record(STATE, {"seconds": seconds, "losses": losses})
         if run.comm.rank == 0:
             for other in files.folder.glob("state-*"):
                 if other != path:

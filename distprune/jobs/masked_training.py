@@ -1,28 +1,41 @@
 """Steps of AdamW over a sharded model whose zeros are held, and all that a killed job needs to go on with them.
 
-Nouns: the *state* is the weights and AdamW's two moments, in float32, which any number of ranks can read.
+Nouns: the *state* is the weights and AdamW's two moments, in float32, written by torch.distributed.checkpoint so that
+any number of ranks can read it. Its files are safetensors: nothing in them is unpickled, unlike the ``.metadata`` of
+DCP's own format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
-from distprune.collectives.agree import sum_together, together
+from distprune.checkpoint.disk import sync_file
+from distprune.checkpoint.output_lock import remove_tree
+from distprune.collectives.agree import together
 from distprune.collectives.base import Communicator, out_of_step
-from distprune.jobs.training_state import read_state, write_state
+from distprune.collectives.communicator import ProcessGroup
 from distprune.models.evaluating import evaluating
 from distprune.pruning.agreement import agree_on_model
 from distprune.shards.checksum import checksum
 from distprune.shards.layouts import local_of
-from distprune.shards.local_shard import LocalShard, bits_of, count_zeros
+from distprune.shards.local_shard import LocalShard, bits_of
 from distprune.training.hold import Hold, hold_zeros
+from distprune.training.natural_zeros import num_zeros
 
+_FILE_BYTES = 1 << 30  # of all ranks together: a rank has its part of a file in memory twice
 _BETAS = (0.9, 0.95)
 _LONGEST_GRADIENT = 1.0  # longer ones are cut to this norm
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -42,24 +55,22 @@ class MaskedTraining:
     ) -> None:
         self._comm, self.model, self._teacher, self._compute_dtype = comm, model, teacher, compute_dtype
         agreed = agree_on_model(comm, model, "*", ())
-        place = agreed.roster.index()
 
-        def fill(words: torch.Tensor) -> None:
+        def look() -> Mapping[str, torch.Tensor]:
             self._shards = agreed.shards()
-            owned = [shard for shard in self._shards if shard.owned]
-            for shard, num in zip(owned, count_zeros([shard.local for shard in owned]), strict=True):
-                words[place[shard.name]] = torch.tensor([num, shard.local.numel()], dtype=torch.int64, device="cpu")
+            return {shard.name: shard.local for shard in self._shards if shard.owned}
 
-        counts: list[list[int]] = sum_together(comm, (len(place), 2), fill).tolist()
-        dead = [name for name, i in place.items() if counts[i][0] == counts[i][1]]
+        num_of = num_zeros(comm, agreed.roster, look)
+        numel_of = {member.name: math.prod(member.global_shape) for member in agreed.roster.members}
+        self.num_zeros, self.num_elements = sum(num_of.values()), sum(numel_of.values())
+        dead = [name for name, num in num_of.items() if num == numel_of[name]]
         trained = [shard.tensor for shard in self._shards if shard.name not in dead and shard.tensor is not None]
         self._trained = [tensor for tensor in trained if tensor.requires_grad]
-        self.num_zeros, self.num_elements = map(sum, zip(*counts, strict=True))
         with together(comm):
             self._optimizer = torch.optim.AdamW(self._trained, lr=0.0, betas=_BETAS, weight_decay=0.0, fused=True)
             self.set_step(0)
             self._held = [shard.local for shard in self._shards if shard.name not in dead]
-            self._zeros_before = _checksums([local == 0 for local in self._held])
+            self._zeros_before = [int(checksum([local == 0])) for local in self._held]
         self._hold: Hold = hold_zeros(model, self._optimizer, include="*", exclude=dead, group=comm)
 
     def set_step(self, num_steps: int) -> None:
@@ -121,7 +132,7 @@ class MaskedTraining:
         Raises:
             RuntimeError: the zeros are not those of the beginning.
         """
-        if _checksums([bits_of(local) == 0 for local in self._held]) != self._zeros_before:
+        if [int(checksum([bits_of(local) == 0])) for local in self._held] != self._zeros_before:
             raise RuntimeError("zeros were not held: this is a bug of distprune")
         self._hold.finish()
         self._optimizer.state.clear()
@@ -129,26 +140,63 @@ class MaskedTraining:
         return self._shards
 
     def write(self, folder: Path) -> None:
-        """Write the state into the new directory ``folder``. Every rank must call it; raises as :func:`write_state`."""
+        """Write the state into the new directory ``folder``, on the disk. Every rank must call it: what DCP does.
+
+        Raises:
+            OSError: on every rank: the disk is full or not writable.
+        """
         with together(self._comm):
-            state = self._state()
-        write_state(self._comm, state, folder)
+            if self._comm.rank == 0:
+                remove_tree(folder)
+                folder.mkdir(mode=0o700)
+            state, file_of, num_bytes = self._state(), dict[str, int](), 0
+            for name, tensor in state.items():
+                file_of[name] = 1 + num_bytes // _FILE_BYTES
+                num_bytes += tensor.numel() * tensor.element_size()
+        with _causes():
+            writer = HuggingFaceStorageWriter(str(folder), file_of, save_distributed=True)  # which syncs its files
+            save(state, storage_writer=writer, **self._ranks())
+        with together(self._comm):
+            sync_file(folder)
 
     def read(self, folder: Path, num_steps: int) -> None:
-        """Read the state after ``num_steps`` steps. Every rank must call it; raises as :func:`read_state`."""
+        """Read the state after ``num_steps`` steps. Every rank must call it: what DCP communicates.
+
+        Raises:
+            OSError: on every rank: a file cannot be read.
+            ValueError: on every rank: a file is damaged, or lacks something.
+        """
         with together(self._comm):
             self.set_step(num_steps)
             state = self._state()
-        read_state(self._comm, state, folder)
+        try:
+            with _causes():
+                load(state, storage_reader=HuggingFaceStorageReader(str(folder)), **self._ranks())
+        except OSError:
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"{folder} is not as it was written, remove {folder.parent} and start anew: {error}"
+            ) from error
 
-    def _state(self) -> dict[str, torch.Tensor]:
+    def _ranks(self) -> dict[str, Any]:
+        group = self._comm.group if isinstance(self._comm, ProcessGroup) else None
+        return {"process_group": group, "no_dist": self._comm.size == 1}
+
+    def _state(self) -> dict[str, Any]:
         """Return weights and moments, which are views; not what follows from the number of steps."""
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         weights, moments = get_state_dict(self.model, self._optimizer, options=options)
-        found = {**{shard.name: weights[shard.name] for shard in self._shards}, **moments}  # tied ones once
-        return {name: of for name, of in found.items() if isinstance(of, torch.Tensor) and of.dim()}
+        state = {**{shard.name: weights[shard.name] for shard in self._shards}, **moments}  # tied ones once
+        return {name: value for name, value in state.items() if isinstance(value, torch.Tensor) and value.dim()}
 
 
-def _checksums(zeros: Sequence[torch.Tensor]) -> list[int]:
-    """Return for each parameter a number that says where its zeros are on this rank."""
-    return [int(checksum([where])) for where in zeros]
+@contextmanager
+def _causes() -> Iterator[None]:
+    """Raise what one rank has met, not the exception, no ``Exception``, in which DCP carries it to all."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one rank needs none
+            yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from error

@@ -114,7 +114,7 @@ class Job:
         with suppress(FileNotFoundError):  # the folder has just gone
             training = self.unfinished / "training.json"
             if training.exists():
-                return int(json.loads(training.read_text())["value"]["num_steps"])
+                return len(json.loads(training.read_text())["value"]["losses"])
         return len([*self.unfinished.glob("model*.json")])
 
     def last_write(self) -> int:

@@ -27,7 +27,7 @@ from distprune.jobs import (
 )
 from distprune.jobs.masked_training import MaskedTraining
 from tests.hf_models import make_model, make_tokenizer
-from tests.jobs.jobs_of_a_kind import Killed, left
+from tests.jobs.jobs_of_a_kind import Killed
 from tests.jobs.test_prune import Heard
 from tests.small_job import small_finetune_job
 from tests.worlds import ProcessPool
@@ -145,15 +145,6 @@ def test_a_batch_in_bfloat16_on_two_ranks(pool: ProcessPool, job: FinetuneJob) -
     assert losses != exact
 
 
-def test_resumed_on_another_number_of_ranks(pool: ProcessPool, tmp_path: Path, job: FinetuneJob) -> None:
-    expected = run_finetune_job(dataclasses.replace(job, output=str(tmp_path / "whole"))).work.losses
-    saving = dataclasses.replace(job, save_every=0.0)
-    assert pool.run(2, run_on_rank, saving, 4) == ["killed"] * 2
-    names = {path.name for path in left(job).iterdir() if not path.name.startswith("before")}
-    assert names == {"model", "recipe.json", "state-3", "training.json"}
-    assert run_on_rank(0, dataclasses.replace(saving, resume=True)) == pytest.approx(expected, rel=1e-4)
-
-
 def test_the_time_that_was_spent_counts(job: FinetuneJob, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
 
@@ -181,7 +172,7 @@ def test_saves_that_take_long_leave_time_to_train(job: FinetuneJob, monkeypatch:
 
     def save_slowly(*asked: Any) -> None:
         save(*asked)
-        saved_after.append(asked[-1]["num_steps"])
+        saved_after.append(len(asked[-1]))
         clock[0] += 100.0
 
     monkeypatch.setattr("distprune.jobs.finetune.time", SimpleNamespace(perf_counter=tick))
