@@ -23,7 +23,7 @@ LINES = {
     "oneshot": (2033, 1440),
     "patterns": (1548, 690),
     "pruning": (1445, 960),
-    "removal": (1754, 1160),
+    "removal": (1675, 1160),
     "scores": (398, 350),
     "selection": (503, 520),
     "shards": (1175, 1030),

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from distprune.calibration.own_words import SELF
 from distprune.checkpoint.inspect import InspectReport, TensorReport
 from distprune.formatting import count, share, zeros
-from distprune.removal.choose_units import refit_of_units
+from distprune.removal.choose_units import resolved_refit
 
 WIDTH = 80  # columns of a terminal
 OF_A_RUN = ("resumed", "seconds", "peak memory", "on a device")  # rows in which two runs of a job differ
@@ -112,7 +112,7 @@ def _removal_rows(removal: Mapping[str, Any], asked: Mapping[str, Any]) -> Itera
         left.insert(0, f"layers {num_layers} of {removal['num_layers_before']}")
     yield "left", "; ".join(dict.fromkeys(left))
     yield "method", f"{removal['method']}, {removal['pattern']}"
-    yield "refit", refit_of_units(asked["refit"], asked["targets"]).replace("_", " ")
+    yield "refit", resolved_refit(asked["refit"], asked["targets"])[0].replace("_", " ")
     if removal["trials"]:
         yield "tried", f"{len(removal['trials'])} divisions of the budget"
     yield from _walk_rows(removal, asked)

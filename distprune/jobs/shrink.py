@@ -20,16 +20,14 @@ from distprune.jobs.report import JobReport, SmallerModel
 from distprune.jobs.run import Device, Run
 from distprune.jobs.watcher import Watcher
 from distprune.models.decoder_blocks import decoder_blocks
-from distprune.oneshot.recipe import share_of_targets
 from distprune.oneshot.report import clock
-from distprune.removal.choose_units import default_targets_of, refit_of_units
+from distprune.removal.choose_units import resolved_refit
 from distprune.removal.criteria import CriterionName
 from distprune.removal.experts import ExpertCriterion
 from distprune.removal.layers import LayerCriterion, Progress
 from distprune.removal.remover import Refit
 from distprune.removal.shrink_model import ShrinkHooks, shrink_model
 from distprune.removal.sizes import Sizes
-from distprune.removal.trials import find_budget
 
 
 def parse_budget(text: str) -> int | float:
@@ -75,8 +73,7 @@ class ShrinkJob(CalibratedJob):
     def check_asked(self) -> None:
         super().check_asked()
         self.sizes.check_asked()
-        refit = refit_of_units(self.refit, self.targets)
-        share_of_targets(self.targets or default_targets_of(refit), self.target_share)
+        resolved_refit(self.refit, self.targets, self.target_share)
 
 
 @contextmanager
@@ -114,7 +111,6 @@ def run_shrink_job(
         model, counts = calibrated.model, calibrated.windows.counts
         with together(run.comm):
             job.sizes.check(model)
-            find_budget(model, calibrated.windows.stand_in(), job.sizes)
             num_layers_before = len(decoder_blocks(model))
         with open_files(run, job) as files:
             samples = calibrated.samples(run, job, files)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 from torch import nn
@@ -24,7 +23,7 @@ from distprune.oneshot.block import Finished, WalkOptions, run_blocks
 from distprune.oneshot.driver import Clock, prune_rows
 from distprune.oneshot.plan import blocks_to_walk, check_samples
 from distprune.oneshot.prune_blocks import without_nans
-from distprune.oneshot.recipe import TargetsOf, check_can_fit, fits_by_default, share_of_targets
+from distprune.oneshot.recipe import TargetsOf, check_can_fit, chosen, fits_by_default, share_of_targets
 from distprune.oneshot.report import BlockReport, LayerReport, Meter, OneShotReport
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows
@@ -43,28 +42,21 @@ from distprune.shards.local_shard import cut
 OnBlockUnits = Callable[[int, BlockReport, Kept], None]
 
 
-def refit_of_units(refit: Refit | None, targets: TargetsOf | None) -> Refit:
-    """Return how what stays is fitted; by default each block as a whole where targets are dense. Local.
+def resolved_refit(
+    refit: Refit | None, targets: TargetsOf | None, target_share: float | None = None
+) -> tuple[Refit, float]:
+    """Return how what stays is fitted, and the share of the way to dense targets. Local.
+
+    By default each block is fitted as a whole where targets are dense, which they are where weights are fitted at all.
 
     Raises:
-        ValueError: no such refit.
+        ValueError, TypeError: no such refit, targets or share, or such that do not go together.
     """
-    if refit is None:
-        return "block" if fits_by_default(targets or "dense") else "least_squares"
-    if refit not in get_args(Refit):
-        raise ValueError(f"{refit=} is none of {', '.join(get_args(Refit))}")
-    return refit
-
-
-def refit_in_trials(refit: Refit | None, targets: TargetsOf | None) -> Refit:
-    """Return how what stays is fitted where sizes are tried: a fit of whole blocks would change all weights. Local."""
-    refit = refit_of_units(refit, targets)
-    return "least_squares" if refit == "block" else refit
-
-
-def default_targets_of(refit: Refit) -> TargetsOf:
-    """Return what layers are to put out where nothing is said. Local."""
-    return "dense" if refit in ("block", "least_squares") else "own"
+    refit = chosen("refit", refit or ("block" if fits_by_default(targets or "dense") else "least_squares"), Refit)
+    targets = targets or ("dense" if refit in ("block", "least_squares") else "own")
+    if refit == "block":
+        check_can_fit(targets)
+    return refit, share_of_targets(targets, target_share)
 
 
 @dataclass(frozen=True)
@@ -133,8 +125,8 @@ def choose_units(
     meter = Meter(comm)
 
     with agreeing(comm) as agreed:
-        chosen, fitted = criterion_of(criterion), refit_of_units(refit, targets)
-        share = share_of_targets(targets or default_targets_of(fitted), target_share)
+        criterion = criterion_of(criterion)
+        refit, share = resolved_refit(refit, targets, target_share)
         check_samples(model, samples)
         blocks = blocks_to_walk(model)
         plan = find_readers(model, blocks, keep, layers, heals=share > 0)
@@ -143,21 +135,18 @@ def choose_units(
                 why = "has no one linear layer that could make up for the layers that go behind it"
                 warnings.warn(f"block {name!r} {why}", stacklevel=2)
         heads = frozenset(name for name, of in plan.asked.items() if of.units.kind == "heads")
-        if fitted == "block":
-            check_can_fit(targets or default_targets_of(fitted))
-        elif targets is None and heads == plan.asked.keys():
+        if refit != "block" and targets is None and heads == plan.asked.keys():
             share = 0.0  # nothing needs the dense stream
-        if fitted == "bias" and (without := [name for name, of in plan.asked.items() if of.linear.bias is None]):
+        if refit == "bias" and (without := [name for name, of in plan.asked.items() if of.linear.bias is None]):
             raise ValueError(f"refit='bias' needs biases, and {without[0]!r} has none; use 'least_squares' or 'none'")
         own = heads if targets is None else frozenset[str]()
-        fits = fitted == "block"
-        options = WalkOptions("products", True, share, own, plan.skipped, plan.healed, fits=fits)
+        options = WalkOptions("products", True, share, own, plan.skipped, plan.healed, fits=refit == "block")
         tokens_together(model, batch_tokens)
         agreed.facts = {
             "keep": repr(sorted(keep.items())),
             "layers": repr(None if layers is None else list(layers)),
-            "criterion": repr(chosen),
-            "refit": fitted,
+            "criterion": repr(criterion),
+            "refit": refit,
             "targets": repr(share),
             "offload": repr(offload),
             "batch_tokens": repr(batch_tokens),
@@ -166,7 +155,7 @@ def choose_units(
         }
         names: dict[str, None] = {}  # of what is refitted, and of all that gets smaller where its norms count
         for of in plan.asked.values():
-            paths = [each.parameter for each in of.units.cuts] if "norms" in chosen.needs else []
+            paths = [each.parameter for each in of.units.cuts] if "norms" in criterion.needs else []
             names |= dict.fromkeys(f"{of.block}.{path}" for path in (of.linear.parameter_path, *paths))
         agreed.found = Found([local_shard(name, model.get_parameter(name)) for name in names], has_blocks=True)
     shards = {shard.name: shard for shard in agreed.shards()}
@@ -175,11 +164,11 @@ def choose_units(
         axis = shared_axis(model)
     sample_group = find_sample_group(comm, axis)
     asked = plan.asked
-    if "norms" in chosen.needs and asked:
+    if "norms" in criterion.needs and asked:
         norms = unit_norms(comm, [(of.block, of.units) for of in asked.values()], shards)
         for of, of_units in zip(asked.values(), norms, strict=True):
             of.norms = of_units
-    if "gradients" in chosen.needs:
+    if "gradients" in criterion.needs:
         layers_of_blocks = [of.linears for of in plan.linears]
         found = measure_sensitivities(comm, sample_group, model, layers_of_blocks, samples, batch_tokens=batch_tokens)
         for name, of in asked.items():
@@ -195,7 +184,7 @@ def choose_units(
     ) -> dict[str, LayerReport]:
         some = {of.name: asked[of.name] for of in rows.values()}
         prefix = next((f"{of.block}." for of in some.values()), "")
-        remover = UnitRemover(some, prefix, chosen, fitted)
+        remover = UnitRemover(some, prefix, criterion, refit)
         reports = prune_rows(comm, rows, moments, clock, aim, solver=remover, pattern=Unstructured(0.0))
         for told in comm.gather(remover.kept):
             stays.update(told)
@@ -230,7 +219,7 @@ def choose_units(
         batch_tokens=batch_tokens,
         finished=finished,
         on_block=call_back,
-        method=chosen.name,
+        method=criterion.name,
         pattern=", ".join(f"{kind} {share}" for kind, share in keep.items()),
         seed=None,
         other_blocks=(),

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from distprune.models.decoder_blocks import decoder_blocks
-from distprune.models.units import Cut, UnitKind, Units, find_units, head_dim
-from distprune.removal.smaller_config import SizeChange, Smaller, shapes_of, smaller_config, tensors_of
+from distprune.models.units import Cut, UnitKind, Units, find_all_units, find_units, head_dim
+from distprune.removal.smaller_config import SizeChange, Smaller, shapes_of, smaller_config, tensors_of, text_config
 from distprune.shards.fsdp2 import Fsdp2Params
 from distprune.shards.fsdp2_resize import even_parts
 from distprune.shards.layouts import find_flat_parts
@@ -96,9 +96,9 @@ def check_layout(model: nn.Module) -> None:
                 raise NotImplementedError(f"{path!r} is pruned and reparametrized; make it permanent first (remove)")
 
 
-def step_of(model: nn.Module, found: Sequence[tuple[str, Sequence[Units]]]) -> int:
-    """Return of what the number of ``found`` units, by block, that stay must be a multiple in this layout. Local."""
-    managed = Fsdp2Params()
+def step_of(model: nn.Module, kind: UnitKind) -> int:
+    """Return of what the number of units of ``kind`` that stay must be a multiple in this layout. Local."""
+    managed, found = Fsdp2Params(), find_all_units(model, kind)
     cuts = [(f"{block}.{cut.parameter}", cut, units) for block, of in found for units in of for cut in units.cuts]
     return math.lcm(*(step for cut in cuts for step in _steps(model, managed, *cut)[1:]))
 
@@ -120,16 +120,25 @@ def _steps(model: nn.Module, managed: Fsdp2Params, name: str, cut: Cut, units: U
     return parts, math.lcm(parts // math.gcd(parts, cut.index.shape[1]), unit_parts), of_kernels
 
 
-def plan_units(model: nn.Module, kept: Kept) -> tuple[dict[str, list[KeptIndices]], Smaller]:
-    """Return what becomes of ``model`` when only ``kept`` stay of the units it names. Local; nothing is changed.
+Selections = Mapping[str, list[KeptIndices]]  # by full name of a parameter or buffer: what stays of it, dim after dim
 
-    First what stays, by full name of a parameter or buffer, dim after dim; then what its configuration says.
+
+def plan_units(model: nn.Module, kept: Kept) -> tuple[Selections, Smaller]:
+    """Return what stays of ``model`` when only ``kept`` do of the units it names, and what its configuration says.
+
+    Local; nothing is changed.
 
     Raises:
         ValueError: units that are not there, or none that stay; sizes that the architecture or the layout cannot have;
             a weight that is shared with another place.
         NotImplementedError: units that cannot be removed, or a layout in which they cannot.
     """
+    selections, changes = select_units(model, kept)
+    return selections, smaller_config(model, changes, cut_shapes(model, selections))
+
+
+def select_units(model: nn.Module, kept: Kept) -> tuple[Selections, list[SizeChange]]:
+    """Return what stays, and which sizes change, as :func:`plan_units` does; the configuration is not asked."""
     check_layout(model)
     blocks = dict(decoder_blocks(model))
     cutting, changes = _Cutting(model, Fsdp2Params()), dict[SizeChange, None]()
@@ -154,11 +163,54 @@ def plan_units(model: nn.Module, kept: Kept) -> tuple[dict[str, list[KeptIndices
         changes |= dict.fromkeys(_heads(cutting, name, blocks[name], place))
     selections = cutting.selections()
     _check_not_shared(model, selections)
+    return selections, list(changes)
+
+
+def cut_shapes(model: nn.Module, selections: Selections) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of parameters and buffers when ``selections`` stay, by name."""
     shapes = shapes_of(model)
     for name, of_tensor in selections.items():
         now = {selection.dim: selection.index.shape[-1] for selection in of_tensor}
         shapes[name] = tuple(now.get(dim, size) for dim, size in enumerate(shapes[name]))
-    return selections, smaller_config(model, list(changes), shapes)
+    return shapes
+
+
+def check_layers(model: nn.Module, kept: Sequence[int]) -> Smaller:
+    """Return what changes when only the decoder blocks ``kept`` stay. Local; nothing is changed.
+
+    Raises:
+        ValueError: blocks that are not there, or none; or the configuration cannot say which stay.
+        NotImplementedError: what a block computes depends on its place, or a layout in which no block can leave.
+    """
+    check_layout(model)
+    blocks = decoder_blocks(model)
+    num_blocks, prefix = len(blocks), blocks[0][0].rpartition(".")[0]
+    check_ascending(kept, num_blocks)
+    place = {str(before): str(after) for after, before in enumerate(kept)}
+
+    def rename(name: str) -> str | None:
+        if not name.startswith(f"{prefix}."):
+            return name
+        key, dot, rest = name[len(prefix) + 1 :].partition(".")
+        return f"{prefix}.{place[key]}{dot}{rest}" if key in place else None
+
+    text = text_config(model)
+    changes = [SizeChange("layers", num_blocks, len(kept))]
+    for name, value in vars(text).items():
+        if isinstance(value, list) and not name.startswith("_"):
+            if len(value) == num_blocks and any(word in name for word in ("layer", "type", "pattern", "block")):
+                changes.append(SizeChange(name, value, [value[i] for i in kept]))
+            if name.endswith("layers") and all(isinstance(v, int) and v in range(num_blocks) for v in value):
+                changes.append(SizeChange(name, value, [kept.index(v) for v in value if v in kept]))
+    smaller = smaller_config(model, changes, shapes_of(model, rename), rename)
+    for (path, name), (before, after) in smaller.attributes.items():
+        index = path[len(prefix) + 1 :].partition(".")[0] if path.startswith(f"{prefix}.") else ""
+        if index and (type(before) is not int or after != before - int(index) + int(place[index])):
+            raise NotImplementedError(
+                f"{name!r} of {path!r} would go from {before} to {after}: what a block of {type(model).__name__} "
+                "computes depends on its place, so that no other can leave"
+            )
+    return smaller
 
 
 def _heads(cutting: _Cutting, name: str, block: nn.Module, place: str) -> list[SizeChange]:

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from distprune.collectives.agree import together
 from distprune.collectives.communicator import Group, communicator
 from distprune.models.decoder_blocks import decoder_blocks
-from distprune.removal.plan import Kept, check_ascending, check_layout, holder_of, plan_units
-from distprune.removal.smaller_config import SizeChange, Smaller, shapes_of, smaller_config, text_config
+from distprune.removal.plan import Kept, check_layers, holder_of, plan_units
+from distprune.removal.smaller_config import Smaller, text_config
 from distprune.shards.fsdp2 import Fsdp2Params
 from distprune.shards.fsdp2_forward import reset_forward
 from distprune.shards.fsdp2_resize import drop_modules, resize
@@ -64,44 +64,6 @@ def remove_units(model: nn.Module, kept: Kept, *, group: Group = None) -> None:
             setattr(module, attribute, nn.Parameter(local, tensor.requires_grad) if is_parameter else local)
     with together(comm):
         _follow(model, smaller)
-
-
-def check_layers(model: nn.Module, kept: Sequence[int]) -> Smaller:
-    """Return what changes when only the decoder blocks ``kept`` stay. Local; nothing is changed.
-
-    Raises:
-        ValueError: blocks that are not there, or none; or the configuration cannot say which stay.
-        NotImplementedError: what a block computes depends on its place, or a layout in which no block can leave.
-    """
-    check_layout(model)
-    blocks = decoder_blocks(model)
-    num_blocks, prefix = len(blocks), blocks[0][0].rpartition(".")[0]
-    check_ascending(kept, num_blocks)
-    place = {str(before): str(after) for after, before in enumerate(kept)}
-
-    def rename(name: str) -> str | None:
-        if not name.startswith(f"{prefix}."):
-            return name
-        key, dot, rest = name[len(prefix) + 1 :].partition(".")
-        return f"{prefix}.{place[key]}{dot}{rest}" if key in place else None
-
-    text = text_config(model)
-    changes = [SizeChange("layers", num_blocks, len(kept))]
-    for name, value in vars(text).items():
-        if isinstance(value, list) and not name.startswith("_"):
-            if len(value) == num_blocks and any(word in name for word in ("layer", "type", "pattern", "block")):
-                changes.append(SizeChange(name, value, [value[i] for i in kept]))
-            if name.endswith("layers") and all(isinstance(v, int) and v in range(num_blocks) for v in value):
-                changes.append(SizeChange(name, value, [kept.index(v) for v in value if v in kept]))
-    smaller = smaller_config(model, changes, shapes_of(model, rename), rename)
-    for (path, name), (before, after) in smaller.attributes.items():
-        index = path[len(prefix) + 1 :].partition(".")[0] if path.startswith(f"{prefix}.") else ""
-        if index and (type(before) is not int or after != before - int(index) + int(place[index])):
-            raise NotImplementedError(
-                f"{name!r} of {path!r} would go from {before} to {after}: what a block of {type(model).__name__} "
-                "computes depends on its place, so that no other can leave"
-            )
-    return smaller
 
 
 def remove_layers(model: nn.Module, kept: Sequence[int], *, group: Group = None) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import nn
 from typing_extensions import override
 
@@ -19,19 +22,18 @@ from distprune.formatting import count, one_line
 from distprune.hints import with_hints
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.find_shards import count_parameters
-from distprune.models.units import UnitKind
+from distprune.models.units import find_units
 from distprune.oneshot.recipe import TargetsOf
 from distprune.oneshot.report import BlockReport, OneShotReport
-from distprune.removal.choose_units import choose_units, refit_in_trials
+from distprune.removal.choose_units import choose_units, resolved_refit
 from distprune.removal.criteria import Criterion, CriterionName
 from distprune.removal.experts import ExpertCriterion, choose_experts
-from distprune.removal.kept_units import Entry, as_text, entries_of, kept_of, num_units
 from distprune.removal.layers import LayerCriterion, Progress, order_layers
 from distprune.removal.plan import Kept
 from distprune.removal.rebuild import remove_layers, remove_units
 from distprune.removal.remover import Refit
 from distprune.removal.sizes import Sizes
-from distprune.removal.trials import Division, Recall, divide_budget, find_budget, make_anew, say_nothing
+from distprune.removal.trials import Division, Recall, divide_budget, make_anew, say_nothing
 
 
 @dataclass(frozen=True)
@@ -60,17 +62,11 @@ class Shrunk:
     @override
     def __str__(self) -> str:
         """Return what is left, and the report of the walk, in at most 15 lines."""
-        sizes: dict[UnitKind, set[int]] = {}
-        for (_, kind, _), stays in self.kept.items():
-            sizes.setdefault(kind, set()).add(len(stays))
-        units = [f"{kind.replace('_', ' ')} {_range(nums)}" for kind, nums in sizes.items()]
-        left = [f"{len(self.layers)} layers", *units]
-        lines = [
-            f"{count(self.num_parameters)} of {count(self.num_parameters_before)} parameters are left",
-            f"  {', '.join(left)}",
-            *(f"  {line}" for line in str(self.report).splitlines()),
-        ]
-        return "\n".join(lines)
+        units = dict.fromkeys(f"{kind.replace('_', ' ')} {len(index):,}" for (_, kind, _), index in self.kept.items())
+        return (
+            f"{count(self.num_parameters)} of {count(self.num_parameters_before)} parameters are left\n"
+            f"  {', '.join([f'{len(self.layers)} layers', *units])}\n" + textwrap.indent(str(self.report), "  ")
+        )
 
 
 class BlockRecords(Protocol):
@@ -158,42 +154,37 @@ def shrink_model(
     comm, job = communicator(group), job or ShrinkHooks()
     sizes = Sizes(mlp=mlp, heads=heads, kv_groups=kv_groups, experts=experts, layers=layers, parameters=parameters)
     with together(comm, **vars(sizes), samples=isinstance(samples, str)):
-        sizes.check(model)
+        budget = sizes.check(model)
+        fitted, _ = resolved_refit(refit, targets, target_share)
     samples = samples_of(comm, model, samples)
     with together(comm):
         token_ids = as_windows(samples)
-        budget = find_budget(model, token_ids, sizes)
+        if budget is not None and min(token_ids.shape) < 2:
+            raise ValueError(
+                "parameters: what leaves is said by held-out samples: 2 of 2 tokens are the least, not "
+                f"{tuple(token_ids.shape)}"
+            )
         num_all, num_parameters_before = len(decoder_blocks(model)), count_parameters(model)
-        num_units_before = num_units(model, list(sizes.of_units))
     walked: dict[str, Any] = {"group": comm, "offload": offload, "batch_tokens": batch_tokens}
+    how: dict[str, Any] = {"criterion": criterion, "targets": targets, "target_share": target_share, **walked}
+    order: Callable[..., list[int]] = partial(order_layers, model, token_ids, criterion=layer_criterion, **walked)
     experts_left: dict[str, list[Entry]] = {}
-    chosen_experts: Kept = {}
     if experts is not None:  # which cannot be zeroed
 
         def rank_experts() -> dict[str, list[Entry]]:
             with job.stage("choose", "choosing experts", ""):
                 chosen = choose_experts(model, token_ids, experts, criterion=expert_criterion, **walked)
-            return entries_of(chosen, num_units_before)
+            return _entries(model, chosen)
 
         experts_left = job.recall("experts", rank_experts)
-        with together(comm):
-            chosen_experts = kept_of(experts_left)
-        remove_units(model, chosen_experts, group=comm)
-    how: dict[str, Any] = {"criterion": criterion, "targets": targets, "target_share": target_share, **walked}
+        remove_units(model, _kept(experts_left), group=comm)
     division = Division(sizes)
     if budget is not None:
-        trying = partial(choose_units, model, refit=refit_in_trials(refit, targets), **how)
+        # A fit of whole blocks would change all weights.
+        trying = partial(choose_units, model, refit="least_squares" if fitted == "block" else fitted, **how)
         with job.stage("divide", "trying sizes", ""):
             division = divide_budget(
-                model,
-                token_ids,
-                sizes,
-                budget,
-                trying,
-                layer_criterion=layer_criterion,
-                recall=job.recall,
-                say=job.say,
-                **walked,
+                model, token_ids, sizes, budget, trying, order, recall=job.recall, say=job.say, group=comm
             )
         job.say(f"sizes: {division.sizes}")
     sizes = division.sizes
@@ -201,24 +192,21 @@ def shrink_model(
     def rank_layers() -> list[int]:
         num_layers, gone = sizes.num_layers(model), list[int]()
         if num_layers < num_all:
-            known = division.layers_gone
             with job.stage("choose", "choosing layers", "layers") as progress:
-                gone = order_layers(
-                    model, token_ids, num_layers, criterion=layer_criterion, known=known, progress=progress, **walked
-                )
+                gone = order(num_layers, known=division.layers_gone, progress=progress)
         return [layer for layer in range(num_all) if layer not in gone]
 
     left = job.recall("layers", rank_layers)
     if len(left) < num_all:
-        job.say(f"layers that stay: {as_text(left)}")
-    with together(comm):
-        num_units_before |= num_units(model, list(sizes.in_walk))
+        job.say(f"layers that stay: {_as_text(left)}")
     blocks = None if job.blocks is None else job.blocks(model, left)
+    entries: dict[str, list[Entry]] = {}
 
     def on_block(index: int, report: BlockReport, stays: Kept) -> None:
-        entries = [*experts_left.get(report.name, []), *entries_of(stays, num_units_before).get(report.name, [])]
+        name = report.name
+        entries[name] = experts_left.get(name, []) + _entries(model, stays).get(name, [])
         if blocks is not None:
-            blocks.on_block(index, report, kept=entries)
+            blocks.on_block(index, report, kept=entries[name])
 
     with job.stage("shrink", "shrinking block by block", ""):
         removal = choose_units(
@@ -232,10 +220,9 @@ def shrink_model(
             **how,
         )
         with together(comm):
-            names = {decoder_blocks(model)[layer][0] for layer in left}
-            kept = {key: index for key, index in chosen_experts.items() if key[0] in names} | dict(removal.kept)
             for block in () if blocks is None else blocks.reports():  # with those that were restored
-                kept |= kept_of({block["name"]: block["kept"]})
+                entries[block["name"]] = block["kept"]
+            kept = _kept(entries)
         cut_model(model, {key: index for key, index in kept.items() if key[1] != "experts"}, left, group=comm)
     return Shrunk(
         kept,
@@ -247,9 +234,45 @@ def shrink_model(
     )
 
 
-def _range(sizes: set[int]) -> str:
-    """Return one size, or the least and the most."""
-    return f"{min(sizes):,}" if len(sizes) == 1 else f"{min(sizes):,} to {max(sizes):,}"
+Entry = dict[str, Any]  # the units of one place that stay, as records and reports have them: as ranges
+
+
+def _entries(model: nn.Module, kept: Kept) -> dict[str, list[Entry]]:
+    """Return what stays of each block of ``model``, which is not cut yet, by its name."""
+    nums = {  # before, by place
+        (block, kind): {units.name: units.num_units for units in find_units(model.get_submodule(block), kind)}
+        for block, kind in dict.fromkeys((block, kind) for block, kind, _ in kept)
+    }
+    entries: dict[str, list[Entry]] = {}
+    for (block, kind, place), units in kept.items():
+        entry = {"kind": kind, "place": place, "num_before": nums[block, kind][place], "num": len(units)}
+        entries.setdefault(block, []).append({**entry, "units": _as_text(units.tolist())})
+    return entries
+
+
+def _kept(entries: Mapping[str, Iterable[Entry]]) -> Kept:
+    """Return what stays, of what :func:`_entries` returned."""
+    return {
+        (block, entry["kind"], entry["place"]): torch.tensor(
+            [*_from_text(entry["units"])], dtype=torch.int64, device="cpu"
+        )
+        for block, some in entries.items()
+        for entry in some
+    }
+
+
+def _as_text(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as text: ``"0-4,7"``."""
+    # Within a run a number and its position differ by the same.
+    runs = (list(run) for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]))
+    ends = ((run[0][1], run[-1][1]) for run in runs)
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ends)
+
+
+def _from_text(text: str) -> Iterator[int]:
+    for run in text.split(","):
+        first, _, last = run.partition("-")
+        yield from range(int(first), int(last or first) + 1)
 
 
 def cut_model(model: nn.Module, kept: Kept, layers: Sequence[int], *, group: Group = None) -> None:

@@ -11,13 +11,10 @@ promise most, each of another set of kinds. The best one wins.
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
-import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,16 +25,14 @@ from typing_extensions import override
 from distprune.collectives.agree import together
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Group, communicator
-from distprune.evaluation import Continuation, log_likelihoods
+from distprune.evaluation import perplexity
 from distprune.formatting import one_line
 from distprune.models.decoder_blocks import decoder_blocks
-from distprune.oneshot.plan import check_samples
-from distprune.removal.budget import Budget, Chosen, cost_curve
+from distprune.models.units import UnitKind
 from distprune.removal.choose_units import Removal
-from distprune.removal.layers import LayerCriterion, order_layers, skipping
+from distprune.removal.layers import skipping
 from distprune.removal.readers import find_readers
-from distprune.removal.remover import Asked
-from distprune.removal.sizes import Sizes
+from distprune.removal.sizes import Budget, Chosen, Sizes
 from distprune.shards.fsdp2_forward import reset_forward
 from distprune.shards.layouts import local_shard
 from distprune.shards.local_shard import LocalShard
@@ -48,6 +43,9 @@ _SHARES = 1 / 3, 2 / 3  # of what has to leave: how much does in the trials of a
 _NUM_MIXES = 3
 _PIECE = 32  # tokens of a held-out window that are also scored by themselves
 _MOST_COST = 1e3  # of a model that puts out infinities
+_LEAST = 1e-3  # a cost, in log-perplexity: no measurement tells less from nothing
+_POWER = 1.5  # of a cost in the number of parameters, as long as it is known of one number alone
+_POWERS = (1.0, 2.5)  # the least and the greatest
 
 
 @dataclass(frozen=True)
@@ -89,37 +87,17 @@ def say_nothing(text: str) -> None:
     """Keep ``text`` for oneself."""
 
 
-def find_budget(model: nn.Module, samples: torch.Tensor, sizes: Sizes) -> Budget | None:
-    """Return the budget that ``sizes`` sets ``model``; ``None``: none. Local.
-
-    Raises:
-        ValueError, TypeError: it cannot be met, and what the least is; nothing would have to leave; or ``samples`` are
-            too few, or do not fit.
-    """
-    if sizes.parameters is None:
-        return None
-    check_samples(model, samples)
-    if min(samples.shape) < 2:
-        shape = tuple(samples.shape)
-        raise ValueError(
-            f"parameters: what leaves is said by held-out samples: 2 of 2 tokens are the least, not {shape}"
-        )
-    return Budget.of(model, sizes)
-
-
 def divide_budget(
     model: nn.Module,
     samples: torch.Tensor,
     sizes: Sizes,
     budget: Budget,
     choose: Callable[..., Removal],
+    order: Callable[..., list[int]],
     *,
-    layer_criterion: LayerCriterion = "loss",
     recall: Recall = make_anew,
     say: Callable[[str], None] = say_nothing,
     group: Group = None,
-    offload: bool = False,
-    batch_tokens: int | None = None,
 ) -> Division:
     """Return the sizes, with those of ``sizes``, at which ``model`` meets ``budget`` and is expected to lose least.
 
@@ -127,45 +105,76 @@ def divide_budget(
         model, samples: as of :func:`choose_units`; at least 2 windows, and no more than 64 of them are used. The model
             is left as it was.
         choose: ``choose_units`` of this model, to be called with samples, sizes and layers.
-        layer_criterion, offload, batch_tokens: as of :func:`order_layers`.
+        order: ``order_layers`` of this model, to be called with how many stay, and those that are known to go.
         recall: called with the name of each trial and what makes it, of what JSON knows.
-        say: called after each trial that is not recalled, with what it found, and how long the others may take.
+        say: called after each trial that is not recalled, with what it found.
 
     Every rank of ``group`` must call it, with equal arguments, and all come to the same sizes. In memory: a copy of the
-    shards that one trial changes, on the CPU. Rounds: for each trial those of ``choose`` and of ``log_likelihoods``, of
-    layers those of ``order_layers``, and 2 of 64 bytes; at the end another one.
+    shards that one trial changes, on the CPU. Rounds: for each trial those of ``choose``, of ``order`` where layers
+    leave, and twice those of ``perplexity``, and 2 of 64 bytes; at the end another one.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: on every rank: what ``choose`` and ``order_layers`` raise; a loss of
-            the dense model that is NaN or infinite; sizes that a model can have one by one, and not together.
+        ValueError, TypeError, NotImplementedError: on every rank: what ``choose`` and ``order`` raise; a loss of the
+            dense model that is NaN or infinite; sizes that a model can have one by one, and not together.
     """
     comm = communicator(group)
-    how: dict[str, Any] = {"group": comm, "offload": offload, "batch_tokens": batch_tokens}
-    order = partial(order_layers, model, samples, criterion=layer_criterion, **how)
-    trying = _Trying(comm, model, *_split(samples), choose, order)
+    fitted, held_out = _split(samples)
     trials: list[Trial] = []
+    gone: list[int] = []
 
-    def try_all(mixes: Sequence[Chosen], num_later: int) -> None:
-        for number, wanted in enumerate(mixes, 1):
-            num_measured = len(trying.seconds)
-            cost, trying.gone = recall(f"trial-{len(trials) + 1}", partial(trying.measure, wanted, trying.gone))
-            trials.append(Trial(wanted, budget.left({}) - budget.left(wanted), cost))
-            if len(trying.seconds) > num_measured:
-                seconds = (len(mixes) - number + num_later) * statistics.mean(trying.seconds)
-                say(f"tried {trials[-1]}" + (f"; about {seconds:,.0f} s to go" if seconds else ""))
+    def losses() -> list[float]:
+        return [math.log(perplexity(model, windows, group=comm)) for windows in held_out]
+
+    def losses_before() -> list[float]:
+        before = losses()
+        if not all(map(math.isfinite, before)):  # the same on every rank
+            raise ValueError(f"the loss before anything is removed is {before[0]}")
+        return before
+
+    def measure(wanted: Chosen) -> tuple[float, list[int]]:
+        """Return what ``wanted`` costs, and the layers that go."""
+        num_layers = len(decoder_blocks(model))
+        leave = order(int(wanted["layers"]), known=gone) if "layers" in wanted else []
+        keep: dict[Any, int | float] = {kind: size for kind, size in wanted.items() if kind != "layers"}
+        left = [index for index in range(num_layers) if index not in leave]
+        with _put_back(comm, model, keep, left):
+            choose(fitted, keep, layers=left)
+            with skipping(model, set(leave)):
+                costs = [after - old for after, old in zip(losses(), before, strict=True)]
+        cost = max(costs) if all(map(math.isfinite, costs)) else _MOST_COST
+        say(f"trial {len(trials) + 1} of at most {num_trials}: {Trial(wanted, budget.removed(wanted), cost)}")
+        return min(cost, _MOST_COST), leave
+
+    def measure_all(mixes: Sequence[Chosen]) -> list[Trial]:
+        for wanted in mixes:
+            cost, leave = recall(f"trial-{len(trials) + 1}", partial(measure, wanted))
+            gone[:] = leave if len(leave) > len(gone) else gone
+            trials.append(Trial(wanted, budget.removed(wanted), cost))
+        return trials[len(trials) - len(mixes) :]
 
     if len(budget.options) < 2 or budget.is_met({}):
         chosen = max(budget.mixes(), key=budget.left)
     else:
-        try_all(_alone(budget), _NUM_MIXES)
-        mixes = _promising(budget, trials)
-        try_all(mixes, 0)
-        chosen = min(trials[-len(mixes) :], key=lambda trial: trial.cost).sizes
-    divided = dataclasses.replace(sizes, parameters=None, **chosen)
+        alone = _alone(budget)
+        num_trials = len(alone) + _NUM_MIXES
+        before = recall("trial-0", losses_before)
+        mixes = _promising(budget, measure_all(alone))
+        chosen = min(measure_all(mixes), key=lambda trial: trial.cost).sizes
+    divided = replace(sizes, parameters=None, **chosen)
     with together(comm, sizes=str(divided)):
         if chosen:
-            dataclasses.replace(divided, experts=None).check(model)  # experts have gone before
-    return Division(divided, tuple(trials), tuple(trying.gone))
+            replace(divided, experts=None).check(model)  # experts have gone before
+    return Division(divided, tuple(trials), tuple(gone))
+
+
+def _split(samples: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the windows that refits are given, and those that are held out: whole, and in pieces."""
+    some = samples[:: math.ceil(len(samples) / _MOST_WINDOWS)]
+    is_held = torch.arange(len(some), device="cpu") % _HELD_OUT == min(len(some), _HELD_OUT) - 1
+    fitted, whole = some[~is_held], some[is_held]
+    num_pieces = whole.shape[1] // _PIECE
+    pieces = whole[:, : num_pieces * _PIECE].reshape(-1, _PIECE)
+    return fitted, [whole, pieces] if num_pieces > 1 else [whole]
 
 
 def _alone(budget: Budget) -> list[Chosen]:
@@ -174,7 +183,7 @@ def _alone(budget: Budget) -> list[Chosen]:
     for kind, options in budget.options.items():
         for most in _SHARES:
             num = most * (budget.left({}) - budget.limit)
-            few = [size for size in options if budget.removed(kind, size) <= num]
+            few = [size for size in options if budget.removed({kind: size}) <= num]
             wanted = {kind: (few or list(options)[:1])[-1]}
             tried += [wanted] if wanted not in tried else []
     return tried
@@ -188,85 +197,39 @@ def _promising(budget: Budget, trials: Sequence[Trial]) -> list[Chosen]:
     }
     best: dict[frozenset[str], tuple[float, int, Chosen]] = {}
     for mix in budget.mixes():
-        promise = math.fsum(curves[kind](budget.removed(kind, size)) for kind, size in mix.items())
+        promise = math.fsum(curves[kind](budget.removed({kind: size})) for kind, size in mix.items())
         ranked = promise, budget.left(mix), mix
         kinds = frozenset(mix)
-        if kinds not in best or ranked[:2] < best[kinds][:2]:
-            best[kinds] = ranked
+        best[kinds] = min(best.get(kinds, ranked), ranked, key=lambda ranked: ranked[:2])
     return [mix for _, _, mix in sorted(best.values(), key=lambda ranked: ranked[:2])[:_NUM_MIXES]]
 
 
-def _split(samples: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the windows that refits are given, and those that are held out: whole, and in pieces."""
-    some = samples[:: math.ceil(len(samples) / _MOST_WINDOWS)]
-    is_held = torch.arange(len(some), device="cpu") % _HELD_OUT == min(len(some), _HELD_OUT) - 1
-    fitted, whole = some[~is_held], some[is_held]
-    num_pieces = whole.shape[1] // _PIECE
-    pieces = whole[:, : num_pieces * _PIECE].reshape(-1, _PIECE)
-    return fitted, [whole, pieces] if num_pieces > 1 else [whole]
+def cost_curve(points: Sequence[tuple[int, float]]) -> Callable[[int], float]:
+    """Return the cost by the number of parameters removed: a power of it, through the last of ``points``.
 
-
-@dataclass
-class _Trying:
-    """Measures what sizes cost, and in how many ``seconds``.
-
-    ``gone`` are the layers that went in trials so far, the first to go first; ``before`` the losses of the whole model.
+    ``points``: numbers removed and costs; which power it is, the first and the last say.
     """
-
-    comm: Communicator
-    model: nn.Module
-    fitted: torch.Tensor
-    held_out: Sequence[torch.Tensor]
-    choose: Callable[..., Removal]
-    order: Callable[..., list[int]]
-    gone: list[int] = field(default_factory=list)
-    before: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-
-    def measure(self, wanted: Chosen, known: Sequence[int]) -> tuple[float, list[int]]:
-        """Return what ``wanted`` costs, and the layers that go, of which ``known`` are the first."""
-        begun = time.perf_counter()
-        self.before = self.before or _losses(self.comm, self.model, self.held_out)
-        if not all(map(math.isfinite, self.before)):  # the same on every rank
-            raise ValueError(f"the loss before anything is removed is {self.before[0]}")
-        num_layers = len(decoder_blocks(self.model))
-        num_left = int(wanted.get("layers", num_layers))
-        gone = list(known) if num_layers - num_left <= len(known) else self.order(num_left, known=known)
-        after = self._losses_without(wanted, gone[: num_layers - num_left])
-        costs = [new - old if math.isfinite(new) else _MOST_COST for new, old in zip(after, self.before, strict=True)]
-        self.seconds.append(time.perf_counter() - begun)
-        return min(max(costs), _MOST_COST), gone
-
-    def _losses_without(self, wanted: Chosen, gone: Sequence[int]) -> list[float]:
-        """Return the losses of the model that is left, refitted; the model stays as it is."""
-        model = self.model
-        keep: dict[Any, int | float] = {kind: size for kind, size in wanted.items() if kind != "layers"}
-        layers = [index for index in range(len(decoder_blocks(model))) if index not in gone]
-        with together(self.comm):
-            reset_forward(model)
-            asked = find_readers(model, decoder_blocks(model), keep, layers, heals=True).asked.values()
-            readers = list({id(reader.linear.parameter): reader for reader in asked}.values())
-            before = [shard.local.to("cpu", copy=True) for shard in _shards(readers)]
-        try:
-            self.choose(self.fitted, keep, layers=layers)
-            with skipping(model, set(gone)):
-                return _losses(self.comm, model, self.held_out)
-        finally:  # all that choosing changes
-            reset_forward(model)
-            for shard, values in zip(_shards(readers), before, strict=True):
-                shard.local.copy_(values)
+    (x, y), *_, (x2, y2) = [(number, max(cost, _LEAST)) for number, cost in sorted(points)] * 2
+    power = _POWER if x == x2 else min(max(math.log(y2 / y) / math.log(x2 / x), _POWERS[0]), _POWERS[1])
+    return lambda number: y2 * math.pow(number / x2, power)
 
 
-def _losses(comm: Communicator, model: nn.Module, held_out: Sequence[torch.Tensor]) -> list[float]:
-    """Return the mean loss over all tokens that are predicted, for each of ``held_out``, (windows, length)."""
-    scored = [Continuation(window[:-1], window[1:]) for windows in held_out for window in windows]
-    likelihoods = iter(log_likelihoods(model, scored, group=comm)[:, 0].tolist())
-    return [-math.fsum(itertools.islice(likelihoods, len(windows))) / windows[:, 1:].numel() for windows in held_out]
+@contextmanager
+def _put_back(
+    comm: Communicator, model: nn.Module, keep: dict[UnitKind, int | float], layers: Sequence[int]
+) -> Iterator[None]:
+    """Let ``choose_units`` change what reads the units, and put it back at the end. Every rank must call it."""
 
+    def shards() -> list[LocalShard]:
+        reset_forward(model)
+        asked = find_readers(model, decoder_blocks(model), keep, layers, heals=True).asked.values()
+        changed = {id(tensor): tensor for one in asked for tensor in (one.linear.parameter, one.linear.bias)}
+        return [local_shard("", tensor.detach()) for tensor in changed.values() if tensor is not None]
 
-def _shards(readers: Iterable[Asked]) -> Iterator[LocalShard]:
-    """Yield this rank's part of each reader's weight and bias."""
-    for reader in readers:
-        for parameter in (reader.linear.parameter, reader.linear.bias):
-            if parameter is not None:
-                yield local_shard(reader.linear.name, parameter.detach())
+    with together(comm):
+        before = [shard.local.to("cpu", copy=True) for shard in shards()]
+    try:
+        yield
+    finally:
+        for shard, values in zip(shards(), before, strict=True):
+            shard.local.copy_(values)

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from distprune import l1_unstructured
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.units import UnitKind, find_all_units
-from distprune.removal.plan import Kept, plan_units
-from distprune.removal.rebuild import check_layers, remove_layers, remove_units
+from distprune.removal.plan import Kept, check_layers, plan_units
+from distprune.removal.rebuild import remove_layers, remove_units
 from tests.architectures import tiny_model
 from tests.removal.layouts import LAYOUTS
 from tests.worlds import run_threads

@@ -16,11 +16,11 @@ import torch
 
 from distprune import shrink_model
 from distprune.removal import trials
-from distprune.removal.budget import Budget, cost_curve
-from distprune.removal.choose_units import choose_units, refit_in_trials
+from distprune.removal.choose_units import choose_units
+from distprune.removal.layers import order_layers
 from distprune.removal.shrink_model import cut_model
-from distprune.removal.sizes import Sizes
-from distprune.removal.trials import divide_budget, find_budget
+from distprune.removal.sizes import Budget, Sizes
+from distprune.removal.trials import cost_curve, divide_budget
 from tests.architectures import samples, tiny_model
 from tests.removal.layouts import LAYOUTS
 from tests.worlds import run_threads
@@ -163,9 +163,9 @@ def test_trials_measure_what_is_lost_and_put_the_model_back(monkeypatch: pytest.
     model: Any = tiny_model("opt", num_hidden_layers=4)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     sizes = Sizes(parameters=0.7)
-    budget = find_budget(model, TOKENS, sizes)
-    choose = partial(choose_units, model, refit=refit_in_trials(None, None))
-    assert budget is not None
+    budget = Budget.of(model, sizes)
+    choose = partial(choose_units, model, refit="least_squares")
+    order: Any = partial(order_layers, model, TOKENS, criterion="influence")
     made: dict[str, Any] = {}
     told: list[str] = []
 
@@ -174,20 +174,16 @@ def test_trials_measure_what_is_lost_and_put_the_model_back(monkeypatch: pytest.
             made[name] = json.loads(json.dumps(make()))
         return made[name]
 
-    how: Any = {
-        "layer_criterion": "influence",
-        "recall": recall,
-        "say": told.append,
-    }
-    division = divide_budget(model, TOKENS, sizes, budget, choose, **how)
+    how: Any = {"recall": recall, "say": told.append}
+    division = divide_budget(model, TOKENS, sizes, budget, choose, order, **how)
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert {kind for trial in division.trials for kind in trial.sizes} == {"mlp", "layers"}
     mixes = [trial for trial in division.trials if budget.left(trial.sizes) <= budget.limit]
     assert 1 < len(mixes) <= 3
     assert division.sizes == Sizes(**min(mixes, key=lambda trial: trial.cost).sizes)
-    assert [said.split("; about ")[0] for said in told] == [f"tried {trial}" for trial in division.trials]
-    assert [said.endswith(" s to go") for said in told] == [True] * (len(told) - 1) + [False]
+    assert [said.split(": ", 1)[1] for said in told] == [str(trial) for trial in division.trials]
+    assert told[1].startswith("trial 2 of at most 6: ")
     held_out, fitted = TOKENS[3:4], TOKENS[[0, 1, 2, 4, 5]]
     scored = held_out, held_out[:, :15].reshape(3, 5)
     dense = [plain_loss(model, windows) for windows in scored]
@@ -206,9 +202,9 @@ def test_trials_measure_what_is_lost_and_put_the_model_back(monkeypatch: pytest.
         )
     assert found == {0, 1}
     del made["trial-2"], made[f"trial-{len(division.trials)}"]
-    assert divide_budget(model, TOKENS, sizes, budget, choose, **how) == division
-    again = [said.split("; about ")[0] for said in told[len(division.trials) :]]
-    assert again == [f"tried {division.trials[1]}", f"tried {division.trials[-1]}"]
+    num_told = len(told)
+    assert divide_budget(model, TOKENS, sizes, budget, choose, order, **how) == division
+    assert told[num_told:] == [told[1], told[num_told - 1]]
 
 
 @pytest.mark.parametrize("extra", [0.0, 0.1, 9.0])
@@ -217,19 +213,23 @@ def test_what_costs_more_together_is_found_out(monkeypatch: pytest.MonkeyPatch, 
     """Costs are made up: ``extra`` is that of heads, by far the cheapest, where others leave too."""
     model: Any = tiny_model("llama", num_attention_heads=4, num_key_value_heads=1, num_hidden_layers=6)
     sizes = Sizes(parameters=0.6)
-    budget = find_budget(model, TOKENS, sizes)
-    assert budget is not None
+    budget = Budget.of(model, sizes)
+    tried: list[dict[str, int]] = [{}]
 
-    def losses(*arguments: Any) -> list[float]:
-        wanted: dict[str, int] = arguments[1]
-        shares = {kind: budget.removed(kind, size) / budget.limit for kind, size in wanted.items()}
+    def choose(*arguments: Any, layers: list[int]) -> None:
+        tried.append(arguments[1] | ({"layers": len(layers)} if len(layers) < 6 else {}))
+
+    def made_up(*_: Any, **__: Any) -> float:
+        wanted = tried[-1]
+        shares = {kind: budget.removed({kind: size}) / budget.limit for kind, size in wanted.items()}
         price = {"mlp": 3.0, "heads": 0.1, "layers": 2.9}
         alone = sum(price[kind] * math.pow(share, 1.5) for kind, share in shares.items())
-        return [5 + alone + extra * (wanted.keys() > {"heads"})]
+        return math.exp(5 + alone + extra * (wanted.keys() > {"heads"}))
 
-    monkeypatch.setattr(trials, "_losses", lambda *_: [5.0])
-    monkeypatch.setattr(trials._Trying, "_losses_without", losses)
-    division = divide_budget(model, TOKENS, sizes, budget, partial(choose_units, model), layer_criterion="influence")
+    monkeypatch.setattr(trials, "perplexity", made_up)
+    choose_any: Any = choose
+    order: Any = partial(order_layers, model, TOKENS, criterion="influence")
+    division = divide_budget(model, TOKENS, sizes, budget, choose_any, order)
     mixes = division.trials[-3:]
     assert mixes[0].sizes.keys() == {"mlp", "heads", "layers"}
     best = min(mixes, key=lambda trial: trial.cost)
