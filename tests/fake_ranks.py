@@ -21,6 +21,7 @@ from typing_extensions import override
 import distprune as prune
 from distprune import NByM
 from distprune.calibration.statistics import InputStatistics
+from distprune.calibration.walk import Walk
 from distprune.collectives.base import Communicator, Op
 from distprune.models.linear_layers import LinearLayer
 from distprune.oneshot.driver import prune_rows
@@ -190,8 +191,7 @@ def fake_block(size: int, num_experts: int) -> dict[str, LinearLayer]:
 
 def inputs_of(comm: Communicator, linears: Mapping[str, LinearLayer], solver: Solver) -> InputStatistics:
     """Return what one sample of ones gives to ``linears``."""
-    statistics = InputStatistics(linears, solver.needs, comm=comm)
-    statistics.begin_sample()
+    statistics = InputStatistics(comm, Walk(nn.Module(), []), linears, solver.needs)
     for name in linears:
         statistics.given(name, torch.ones(2, _WIDTH), None, _DENSE.get(name, name) if "gate" in linears else name)
     return statistics
@@ -200,7 +200,7 @@ def inputs_of(comm: Communicator, linears: Mapping[str, LinearLayer], solver: So
 def prune_block(comm: Communicator, statistics: InputStatistics, solver: Solver) -> None:
     """Do to one block what ``prune_blocks`` does once its inputs are known."""
     linears = statistics.linears
-    for moments in statistics.reduce(comm):
+    for moments in statistics.reduce():
         some = {name: linears[name] for m in moments for name in m.names}
         owned = {linear.parameter_path: True for linear in some.values()}
         with whole_rows(comm, some, owned) as rows, torch.no_grad():

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "distprune"
 # By folder, "." the files beside them: the most lines of code that it may have, and the goal.
 LINES = {
     ".": (423, 320),
-    "calibration": (2045, 1350),
+    "calibration": (1933, 1350),
     "checkpoint": (1578, 1180),
     "cli": (639, 410),
     "collectives": (675, 640),
@@ -20,7 +20,7 @@ LINES = {
     "kernels": (814, 800),
     "masks": (489, 470),
     "models": (920, 690),
-    "oneshot": (2033, 1440),
+    "oneshot": (2024, 1440),
     "patterns": (1548, 690),
     "pruning": (1445, 960),
     "removal": (1675, 1160),

@@ -8,7 +8,7 @@ between (Gemma 2, Granite), they do not. Its *total* is what the block is given 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -16,10 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from distprune.calibration.walk import Walk
 from distprune.models.experts import expert_inputs
 from distprune.models.linear_layers import LinearLayer
-
-Now = Callable[[], tuple[int, torch.Tensor]]  # the number of the run that is under way, and what its block is given
 
 
 class Listener(Protocol):
@@ -40,28 +39,44 @@ class Listener(Protocol):
 
 @contextmanager
 def listening(
-    linears: Mapping[str, LinearLayer],
-    listener: Listener,
-    adding: Mapping[str, LinearLayer] | None = None,
-    now: Now | None = None,
+    walk: Walk, linears: Mapping[str, LinearLayer], listener: Listener, adding: Mapping[str, LinearLayer]
 ) -> Iterator[None]:
     """Tell ``listener`` what ``linears`` are given while this lasts, and the totals of those in ``adding``.
 
-    Through forward hooks on their modules. ``adding`` are all layers of the block that add to hidden states; ``now``
-    must be there for them. Local.
+    Through forward hooks on their modules. ``adding`` are all layers that add to hidden states, of the block that
+    ``walk`` runs. Local.
     """
+    refs: list[tuple[str, weakref.ref[torch.Tensor], int]] = []
+    given = total = torch.empty(0, dtype=torch.float32, device="cpu")  # hidden states before the block, and by now
+
+    def hear(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        linear = linears[name]
+        if linear.expert is None:
+            x = args[0] if args else kwargs["input"]
+            listener.given(name, x, None, _first(refs, name, x))
+        else:
+            prefix = name.removesuffix(f"{linear.parameter_name}.{linear.expert}")
+            for of_expert, (tokens, x) in expert_inputs(module, args, kwargs).items():
+                if (expert := prefix + of_expert) in linears:
+                    listener.given(expert, x, tokens, _first(refs, expert, x))
+        listener.passed(name)
+
+    def add(name: str, module: nn.Module, args: Any, output: torch.Tensor) -> None:  # noqa: ARG001
+        nonlocal given, total
+        assert walk.given is not None  # a block runs
+        before = total if given is walk.given else walk.given
+        given, total = walk.given, before + output.detach().view_as(before)
+        listener.added(name, total)
+
     with ExitStack() as stack:
-        seen = _Seen()
         for name, module in first_layers(linears).items():
             # A linear's first of all hooks: those of tensor parallelism wrap the input anew for every layer.
             # The experts' last: theirs needs the weights, which a hook of FSDP2 may have yet to gather.
             is_linear = linears[name].expert is None
-            hook = _hook(name, linears, listener, seen)
+            hook = partial(hear, name)
             stack.callback(module.register_forward_pre_hook(hook, prepend=is_linear, with_kwargs=True).remove)
-        if adding and now is not None:
-            totals = _HiddenStates(listener, now)
-            for name, linear in adding.items():
-                stack.callback(linear.module.register_forward_hook(partial(totals.add, name)).remove)
+        for name, linear in adding.items():
+            stack.callback(linear.module.register_forward_hook(partial(add, name)).remove)
         yield
 
 
@@ -73,51 +88,14 @@ def first_layers(linears: Mapping[str, LinearLayer]) -> dict[str, nn.Module]:
     return {name: module for module, name in first.items()}
 
 
-class _Seen:
-    """Which tensors layers were given. One that was written to in between is another."""
+def _first(refs: list[tuple[str, weakref.ref[torch.Tensor], int]], name: str, x: torch.Tensor) -> str:
+    """Return the first layer that was given ``x``, which layer ``name`` is given now; one written to is another.
 
-    def __init__(self) -> None:
-        self._refs: list[tuple[str, weakref.ref[torch.Tensor], int]] = []  # with version
-
-    def first(self, name: str, x: torch.Tensor) -> str:
-        """Return the first layer that was given ``x``, which layer ``name`` is given now."""
-        version = 0 if x.is_inference() else x._version
-        self._refs = [(other, ref, v) for other, ref, v in self._refs if ref() is not None]
-        for other, ref, v in self._refs:
-            if ref() is x and v == version:
-                return other
-        self._refs.append((name, weakref.ref(x), version))
-        return name
-
-
-def _hook(name: str, linears: Mapping[str, LinearLayer], listener: Listener, seen: _Seen) -> Callable[..., None]:
-    """Return the pre-hook of the module that holds layer ``name``."""
-    linear = linears[name]
-    prefix = name.removesuffix(f"{linear.parameter_name}.{linear.expert}")
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if linear.expert is None:
-            x = args[0] if args else kwargs["input"]
-            listener.given(name, x, None, seen.first(name, x))
-        else:
-            for of_expert, (tokens, routed) in expert_inputs(module, args, kwargs).items():
-                if prefix + of_expert in linears:
-                    listener.given(prefix + of_expert, routed, tokens, seen.first(prefix + of_expert, routed))
-        listener.passed(name)
-
-    return hook
-
-
-class _HiddenStates:
-    """Adds what layers put out to what the block is given, in the order in which they run."""
-
-    def __init__(self, listener: Listener, now: Now) -> None:
-        self._listener, self._now = listener, now
-        self._run = -1  # that is under way
-        self._total: torch.Tensor | None = None  # hidden states in it so far
-
-    def add(self, name: str, module: nn.Module, args: Any, output: torch.Tensor) -> None:  # noqa: ARG002
-        run, given = self._now()
-        before = given if run != self._run or self._total is None else self._total
-        self._run, self._total = run, before + output.detach().view_as(before)
-        self._listener.added(name, self._total)
+    ``refs`` are the tensors that layers were given, with their versions, and are brought up to date.
+    """
+    version = 0 if x.is_inference() else x._version
+    refs[:] = [ref for ref in refs if ref[1]() is not None]
+    first = next((other for other, ref, v in refs if ref() is x and v == version), None)
+    if first is None:
+        refs.append((name, weakref.ref(x), version))
+    return first or name

@@ -33,6 +33,7 @@ class Moments:
     mean: torch.Tensor
     mean_sizes: torch.Tensor
     owner: int = 0
+    is_alone: bool = False  # it has all rows of these layers, which are experts
     has_products: bool = False  # on the owner
     products: torch.Tensor | None = None
     shift: torch.Tensor | None = None

@@ -96,7 +96,7 @@ def _run(walk: Walk, index: int, linears: Mapping[str, LinearLayer]) -> dict[str
     experts = [name for name, module in block.named_modules() if module in routed]
     around = {*experts, *(name.partition(".")[0] for name in experts)}
     modules |= {name: block.get_submodule(name) for name in around}
-    with listening(linears, heard), keeping_outputs(modules) as outputs, walk.block(index) as run:
+    with listening(walk, linears, heard, {}), keeping_outputs(modules) as outputs, walk.block(index) as run:
         output = run(0)
     addends = find_addends(walk.hidden[0].to(output.device), output, outputs, experts)
     numbered = {name for name, linear in linears.items() if linear.expert is None and kind_of(name) != name}

@@ -1,47 +1,138 @@
-"""Which layers share an input, over all ranks: a token may reach a layer on some ranks alone."""
+"""Which layers share an input, over all ranks, and which rank, its *owner*, factors X^T X of it.
+
+A token may reach a layer on some ranks alone. Owners are ranks in turn, and of an expert one that holds it.
+
+Noun: a *routed* layer is given some of all tokens, as the router chooses: one of the matrices of an expert. What a
+block's experts are given are so few tokens each, and the sums X^T X of all of them are so large, that the tokens travel
+and not the sums: they are kept as they were given, and go to the owner of their input, which sums them up.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from distprune.collectives.agree import max_together, sum_together
 from distprune.collectives.base import Communicator
+from distprune.collectives.tensors import as_bytes
+from distprune.models.linear_layers import LinearLayer, expert_place
+from distprune.shards.layouts import local_shard
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class SharedInput:
+    """What the layers ``names`` are given: ``num_tokens`` times ``num_in`` features. Rank ``owner`` factors it.
+
+    ``is_alone``: no other rank has these layers, which are experts.
+    """
+
+    names: tuple[str, ...]
+    num_in: int
+    num_tokens: int
+    owner: int = 0
+    is_alone: bool = False
 
 
 def shared_inputs(
-    comm: Communicator, layers: Sequence[str], heard: Callable[[], tuple[Mapping[str, str], Mapping[str, int]]]
-) -> dict[tuple[str, ...], int]:
-    """Return the layers that share each input, in the order of ``layers``, with its number of tokens on all ranks.
+    comm: Communicator,
+    linears: Mapping[str, LinearLayer],
+    routed: Collection[str],
+    heard: Callable[[], tuple[Mapping[str, str], Mapping[str, int]]],
+) -> list[SharedInput]:
+    """Return the inputs of ``linears`` in their order, and behind the others those of ``routed`` layers.
 
     ``heard`` returns what this rank's samples tell: of each layer that they reached the first one that has its input,
-    and how many tokens that was given, as this rank is to count them. Every rank must call it, with the same
-    ``layers``: two rounds, of 24 bytes a layer. What ``heard`` raises on one rank is raised on all.
+    and how many tokens it was given, as this rank is to count them. Every rank must call it, with the same ``linears``:
+    a round of 24 bytes a layer, and 16 more a routed one. What ``heard`` raises on one rank is raised on all.
 
     Raises:
         NotImplementedError: on every rank: a layer shares the input of another on one rank and not on another.
     """
+    layers, experts = list(linears), [name for name in linears if name in routed]
     number = {name: i for i, name in enumerate(layers)}
-    num_tokens: Mapping[str, int] = {}
+    sizes = [len(layers)] * 3 + [len(experts)] * 2
 
-    def share(words: torch.Tensor) -> None:
-        """Write the number of each layer's first one, and its negative: less where no token came."""
-        nonlocal num_tokens
+    def tell(words: torch.Tensor) -> None:
+        """Write tokens, these times the number of the first layer, and its square; experts here, times this rank."""
         first_of, num_tokens = heard()
-        firsts = [number[first_of[name]] if name in first_of else None for name in layers]
-        highest = [-1 if first is None else first for first in firsts]
-        lowest = [-len(layers) if first is None else -first for first in firsts]
-        words.copy_(torch.tensor([highest, lowest], dtype=torch.int64, device="cpu"))
+        firsts = [number[first_of.get(name, name)] for name in layers]
+        columns = [num_tokens.get(name, 0) for name in layers], firsts, [_is_here(linears[name]) for name in experts]
+        tokens, first, here = (torch.tensor(column, dtype=torch.int64, device="cpu") for column in columns)
+        words.copy_(torch.cat([tokens, tokens * first, tokens * first**2, here, here * comm.rank]))
 
-    def count(words: torch.Tensor) -> None:
-        words.copy_(torch.tensor([num_tokens.get(name, 0) for name in layers], dtype=torch.int64, device="cpu"))
-
-    highest, lowest = max_together(comm, (2, len(layers)), share).tolist()
+    told = torch.split(sum_together(comm, (sum(sizes),), tell), sizes)
+    nums, firsts, squares, num_here, ranks = (words.tolist() for words in told)
     names: dict[str, list[str]] = {}
-    for name, first, negative in zip(layers, highest, lowest, strict=True):  # the same on every rank, so all raise
-        if first not in (-1, -negative):
+    for name, num, first, square in zip(layers, nums, firsts, squares, strict=True):  # the same everywhere: all raise
+        if num * square != first**2:  # the first layer varies
             raise NotImplementedError(f"{name!r} has the input of other layers on one rank than on another")
-        names.setdefault(name if first < 0 else layers[first], []).append(name)
-    counts = sum_together(comm, (len(layers),), count).tolist()
-    return {tuple(sharing): counts[number[first]] for first, sharing in names.items()}
+        names.setdefault(layers[first // num] if num else name, []).append(name)
+    lone = {name: rank for name, num, rank in zip(experts, num_here, ranks, strict=True) if num == 1}
+    inputs = [
+        SharedInput(tuple(sharing), linears[sharing[0]].num_in, nums[number[first]], is_alone=sharing[0] in lone)
+        for first, sharing in names.items()
+    ]
+    at_once = [shared for shared in inputs if shared.names[0] not in routed]
+    by_tokens = [shared for shared in inputs if shared.names[0] in routed]
+    work = [shared.num_in**2 * (shared.num_tokens + shared.num_in) for shared in by_tokens]
+    owners = share_out([shared.num_in**3 for shared in at_once], comm.size)
+    owners += share_out(work, comm.size, [lone.get(shared.names[0]) for shared in by_tokens])
+    return [dataclasses.replace(shared, owner=owner) for shared, owner in zip(at_once + by_tokens, owners, strict=True)]
+
+
+def _is_here(linear: LinearLayer) -> bool:
+    """Return whether this rank has the expert ``linear``, which is whole on a rank, or not there. Local."""
+    runs = local_shard(linear.parameter_path, linear.parameter).geometry.dim_runs[0]
+    return linear.expert is None or expert_place(runs, linear.expert) is not None
+
+
+def share_out(sizes: Sequence[int], num_ranks: int, fixed: Sequence[int | None] = ()) -> list[int]:
+    """Return a rank for each job, the largest first: the one that has the least to do, or one that is ``fixed``."""
+    loads, ranks = [0] * num_ranks, [0] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        rank = fixed[i] if fixed else None
+        ranks[i] = min(range(num_ranks), key=loads.__getitem__) if rank is None else rank
+        loads[ranks[i]] += sizes[i]
+    return ranks
+
+
+def send_tokens(
+    comm: Communicator,
+    inputs: Sequence[SharedInput],
+    kept: Sequence[list[torch.Tensor]],
+    widths: Sequence[int],
+    device: torch.device,
+) -> list[list[torch.Tensor]]:
+    """Return all ranks' tokens of each of ``inputs``, in parts; none where another rank is the owner.
+
+    ``kept``: this rank's, by input, parts of (tokens, width) on ``device``; they are let go of. Every rank must call
+    it: a round of 8 bytes, one of 8 bytes for each input, and the tokens. It raises on one rank alone: within
+    ``guarding``.
+    """
+    if comm.size == 1:
+        return [list(parts) for parts in kept]
+    going = [[i for i, shared in enumerate(inputs) if shared.owner == rank] for rank in range(comm.size)]
+    mine = going[comm.rank]
+    widest = max((_DTYPES.index(x.dtype) for parts in kept for x in parts), default=0)
+    dtype = _DTYPES[int(max_together(comm, (1,), lambda words: words.fill_(widest)))]
+    sizes = [sum(len(x) * widths[i] * dtype.itemsize for i in numbers for x in kept[i]) for numbers in going]
+    nums = [sum(map(len, kept[i])) for i in itertools.chain(*going)]
+    counts = torch.tensor(nums, dtype=torch.int64, device="cpu").view(torch.uint8)
+    said = comm.swap(counts, [8 * len(numbers) for numbers in going], [8 * len(mine)] * comm.size)
+    told = said.view(torch.int64).view(comm.size, len(mine)).tolist()
+    sent = as_bytes([x.to(dtype) for i in itertools.chain(*going) for x in kept[i]], device)
+    for parts in kept:
+        parts.clear()
+    numels = [[num * widths[i] for num, i in zip(of_rank, mine, strict=True)] for of_rank in told]
+    received = comm.swap(sent, sizes, [dtype.itemsize * sum(of_rank) for of_rank in numels]).view(dtype)
+    pieces = iter(torch.split(received, list(itertools.chain(*numels))))
+    arrived: list[list[torch.Tensor]] = [[] for _ in inputs]
+    for i in mine * comm.size:
+        arrived[i].append(next(pieces).view(-1, widths[i]))
+    return arrived

@@ -13,15 +13,15 @@ block is pruned.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
 
-from distprune.calibration.listening import Listener, listening
+from distprune.calibration.listening import listening
 from distprune.calibration.order import BlockOrder
 from distprune.calibration.sample_group import flat_local
-from distprune.calibration.walk import Walk, fitting
+from distprune.calibration.walk import Walk
+from distprune.collectives.base import Communicator
 from distprune.models.linear_layers import LinearLayer
 
 
@@ -32,25 +32,18 @@ class DenseSample:
     inputs: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)  # and of which tokens
     totals: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    @property
-    def num_bytes(self) -> int:
-        kept = {id(values): values.nbytes for values in [*(x for x, _ in self.inputs.values()), *self.totals.values()]}
-        return sum(kept.values())
-
-    def beside(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor | None:
+    def beside(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
         """Return what stands beside ``x`` (tokens, features of this rank) of layer ``name`` in the dense stream.
 
-        For a token that was not routed there, that of ``x`` itself. ``None``: none was, or it is not known which.
+        For a token that was not routed there, that of ``x`` itself, as for all if it is not known which were.
         """
-        if name not in self.inputs:
-            return None
-        dense, dense_tokens = self.inputs[name]
+        dense, dense_tokens = self.inputs.get(name, (x, None))
         dense = dense.to(x.device)
         if tokens is None or dense_tokens is None:
             _check_alike(name, dense, x)
             return dense
         if len(tokens) != len(x) or not len(dense_tokens):
-            return None
+            return x
         # Both ascend.
         places = torch.searchsorted(dense_tokens, tokens).clamp_(max=len(dense_tokens) - 1)
         is_there = dense_tokens[places] == tokens
@@ -65,9 +58,9 @@ class DenseSample:
 
 @dataclass
 class Targets:
-    """What the layers of one block are given and add to in the dense stream, by sample; a :class:`Listener`.
+    """What the layers of one block of ``walk`` are given and add to in the dense stream, by sample.
 
-    Use: :meth:`begin_sample` before every run of the block. It is kept where the walk keeps hidden states.
+    It is kept where the walk keeps hidden states.
     """
 
     walk: Walk
@@ -80,16 +73,13 @@ class Targets:
         """The layers that add to hidden states."""
         return {name: linear for name, linear in self.linears.items() if name in self.order.adding}
 
-    def listening(self, linears: Mapping[str, LinearLayer], listener: Listener) -> AbstractContextManager[None]:
-        """Tell ``listener`` what ``linears`` are given and add to while this lasts, as :func:`listening` does."""
-        return listening(linears, listener, self.adding, self._now)
+    def run(self, comm: Communicator, index: int, linears: Mapping[str, LinearLayer]) -> None:
+        """Advance the dense stream behind block ``index``, and keep what it meets there, of ``linears``' inputs.
 
-    def _now(self) -> tuple[int, torch.Tensor]:
-        assert self.walk.given is not None  # a block runs
-        return self.walk.num_runs, self.walk.given
-
-    def begin_sample(self) -> None:
-        self.samples.append(DenseSample())
+        Every rank must call it: the rounds of :meth:`Walk.advance`.
+        """
+        with listening(self.walk, linears, self, self.adding):
+            self.walk.advance(index, comm, dense=True, begin=lambda: self.samples.append(DenseSample()))
 
     def given(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None, first: str) -> None:
         # Of a module that runs several times, or not always, it is not known which inputs belong together.
@@ -98,9 +88,8 @@ class Targets:
         inputs = self.samples[-1].inputs
         if first in inputs:
             inputs[name] = inputs[first][0], tokens
-            return
-        own = self.walk.sample_group.own_features(x, self.linears[name].num_in)
-        inputs[name] = self._copy(own), tokens
+        else:
+            inputs[name] = self._copy(self.walk.sample_group.own_features(x, self.linears[name].num_in)), tokens
 
     def passed(self, name: str) -> None: ...
 
@@ -108,8 +97,7 @@ class Targets:
         self.samples[-1].totals[name] = self._copy(flat_local(total))
 
     def _copy(self, values: torch.Tensor) -> torch.Tensor:
-        with fitting(self.walk, self.samples[0].num_bytes):
-            return values.to("cpu" if self.walk.offload else values.device, copy=True)
+        return values.to("cpu" if self.walk.offload else values.device, copy=True)
 
 
 def _check_alike(name: str, dense: torch.Tensor, own: torch.Tensor) -> None:

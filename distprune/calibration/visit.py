@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
@@ -54,10 +55,13 @@ def walking(
                 parts = [] if num_together is None else _parts(sample_group, samples, num_together, mine)
                 walk = catch_inputs(model, mine.batches, parts=parts, offload=offload, comm=ranks)
             walk.sample_group, walk.windows = sample_group, mine.windows
-            if sample_group.size > 1:
-                walk.check_whole()
-            if has_dense:
-                walk.split()
+            shape, num_tokens = tuple(walk.hidden[0].shape), walk.batches[0]["input_ids"].numel()
+            if sample_group.size > 1 and math.prod(shape[:-1]) != num_tokens:
+                raise NotImplementedError(
+                    f"hidden states of shape {shape} between blocks, for {num_tokens} tokens: a tensor-parallel "
+                    "plan must leave them whole on every rank (no SequenceParallel across blocks)"
+                )
+            walk.dense += [hidden.clone() for hidden in walk.hidden] if has_dense else []
         yield walk
 
 

@@ -11,7 +11,6 @@ steps, as many samples included, because each run gathers the block's weights in
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -88,39 +87,11 @@ class Walk:
     offload: bool = False  # hidden states are on the CPU between blocks
     sample_group: SampleGroup = field(default_factory=SampleGroup)  # that runs these samples
     windows: list[range] = field(default_factory=list)
-    num_runs: int = 0  # of a block on a batch
     given: torch.Tensor | None = None  # the hidden states that are run now
 
     @property
     def num_batches(self) -> int:
         return len(self.hidden)
-
-    @property
-    def num_samples(self) -> int:
-        return sum(map(len, self.windows))
-
-    def check_whole(self) -> None:
-        """Refuse hidden states that are cut along the sequence: ranks that share a sample would count tokens twice.
-
-        Raises:
-            NotImplementedError: they do not hold all tokens of a batch.
-        """
-        shape, num_tokens = tuple(self.hidden[0].shape), self.batches[0]["input_ids"].numel()
-        if math.prod(shape[:-1]) != num_tokens:
-            raise NotImplementedError(
-                f"hidden states of shape {shape} between blocks, for {num_tokens} tokens: a tensor-parallel "
-                "plan must leave them whole on every rank (no SequenceParallel across blocks)"
-            )
-
-    def split(self) -> None:
-        """Let the dense stream go by itself from here. Local.
-
-        Raises:
-            ValueError: it does not fit in memory.
-        """
-        for hidden in self.hidden:
-            with fitting(self):
-                self.dense.append(hidden.clone())
 
     def rows(self, part: Part, *, dense: bool = False) -> torch.Tensor:
         """Return what the next block is given for the samples of ``part``. Local."""
@@ -150,7 +121,6 @@ class Walk:
 
         def run(batch: int) -> torch.Tensor:
             self.given = stream[batch].to(device)
-            self.num_runs += 1
             with torch.set_grad_enabled(gradients), self.sample_group.passing():
                 return self.calls[batch][index].run(block, self.given)
 
@@ -220,27 +190,6 @@ def _put(stream: list[torch.Tensor], batch: int, output: torch.Tensor) -> None:
     before = stream[batch]
     is_like = before.shape == output.shape and before.dtype == output.dtype
     stream[batch] = before.copy_(output) if is_like else output.to(before.device, copy=True)
-
-
-@contextmanager
-def fitting(walk: Walk, num_kept: int = 0) -> Iterator[None]:
-    """Say what the dense stream takes if the body runs out of memory; ``num_kept``: bytes kept of one batch beside it.
-
-    Local.
-    """
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
-            raise
-        streams = 2 * sum(hidden.nbytes for hidden in walk.hidden)
-        needs = (streams + num_kept * walk.num_batches) / 2**30
-        way_out = "" if walk.offload else "; offload=True (--offload) lets them wait on the CPU, where it takes as much"
-        raise ValueError(
-            "there is no memory left for the dense stream: with the pruned one, and what a block makes of it, it takes "
-            f"{needs:.1f} GiB for this rank's {walk.num_samples} samples{way_out}. Or take fewer samples, more ranks, "
-            f"or targets='own'. ({error})"
-        ) from error
 
 
 def hidden_of(output: Any) -> torch.Tensor:

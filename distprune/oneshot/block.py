@@ -263,17 +263,17 @@ class _BlockPruner:
             found = find_channels(self.walk.model, block, linears, pattern.m)
         if found:
             some = {reader: linears[reader] for reader in found}
-            statistics = InputStatistics(some, "squares", self.walk.sample_group, comm)
-            statistics.run(self.walk, index)
+            statistics = InputStatistics(comm, self.walk, some, "squares")
+            statistics.run(index)
             with self._naming(index):
-                (moments,) = statistics.reduce(comm)
+                (moments,) = statistics.reduce()
             with guarding(comm) as ranks:
                 for m in moments:
                     order_channels(ranks, name, block, found[m.names[0]], m, linears, self.owned, pattern)
 
     def _reduced(self, statistics: InputStatistics, begun: _Begun) -> Iterator[list[Moments]]:
         """Yield the moments of ``statistics``, as :meth:`InputStatistics.reduce` does; an error names the block."""
-        waves = statistics.reduce(self.comm, expert_memory=self.options.expert_memory)
+        waves = statistics.reduce(self.options.expert_memory)
         while True:
             with clock(begun.seconds, "reduce"), self._naming(begun.index):
                 moments = next(waves, None)
@@ -308,8 +308,7 @@ class _BlockPruner:
         walk = self.walk
         self._advance_dense(index)
         targets = Targets(walk, order, linear_layers(walk.blocks[index][1]))
-        with targets.listening(linears, targets):
-            walk.advance(index, self.comm, dense=True, begin=targets.begin_sample)
+        targets.run(self.comm, index, linears)
         self.num_dense = index + 1
         self._advance_dense(self._next(index))
         if (healed := self._heals(index, order)) is not None:
@@ -337,10 +336,9 @@ class _BlockPruner:
 
     def _run(self, begun: _Begun, stage: Sequence[str]) -> InputStatistics:
         """Run the block on all samples, as far as the layers of ``stage`` ask for, and return what they are given."""
-        options, walk = self.options, self.walk
-        linears = {layer: self.linears[begun.index].linears[layer] for layer in stage}
-        awaited = linears if begun.order.called_once.issuperset(linears) else ()
+        options, linears = self.options, {layer: self.linears[begun.index].linears[layer] for layer in stage}
+        stops = begun.order.called_once.issuperset(linears)
         needs: Needs = "products" if options.has_targets else options.needs
-        statistics = InputStatistics(linears, needs, walk.sample_group, self.comm, begun.targets, awaited, walk.offload)
-        statistics.run(walk, begun.index)
+        statistics = InputStatistics(self.comm, self.walk, linears, needs, begun.targets, stops)
+        statistics.run(begun.index)
         return statistics

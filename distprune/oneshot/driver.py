@@ -53,7 +53,7 @@ def prune_rows(
     """Prune ``rows`` in place, by layer, and return what became of the rows of all ranks; replicas count once.
 
     ``moments`` are what the solver needs, and are used up. Where they come with targets, rows are first moved there as
-    ``aim`` says. Every rank must call it. Rounds: 2 of 8 and 40 bytes a layer; for each input whose rows are not on its
+    ``aim`` says. Every rank must call it. Rounds: 1 of 56 bytes a layer; for each input whose rows are not on its
     owner alone 2 and 1 for each tensor that is sent, and as many for targets; 1 of W^T W where the solver asks for it;
     those of what the solver chooses; 64 bytes before each.
 
@@ -64,13 +64,13 @@ def prune_rows(
     num_tokens = {name: m.num_tokens for m in moments for name in m.names}
     figures: dict[str, torch.Tensor] = {}
     with guarding(comm) as ranks:
-        holders = _lone_holders(ranks, rows)
         inputs: list[_Input] = []
         while moments:
             m = moments.pop(0)
-            is_alone = all(holders.get(name) == m.owner for name in m.names)
             own_rows = {name: rows[name] for name in m.names}
-            inputs.append(_Input(Alone() if is_alone else ranks, m.owner == comm.rank, solver, m, own_rows))
+            inputs.append(
+                _Input(Alone() if m.is_alone or ranks.size == 1 else ranks, m.owner == comm.rank, solver, m, own_rows)
+            )
             del m
         with clock("target"):
             ways = [way_to_target(one.moments, aim) if one.is_owner and aim.share else {} for one in inputs]
@@ -89,18 +89,6 @@ def prune_rows(
                 figures |= one.solve(pattern)
         with clock("sweep"):  # or wait for those that still do
             return _reports(ranks, rows, figures, num_tokens)
-
-
-def _lone_holders(comm: Communicator, rows: Mapping[str, Rows]) -> dict[str, int]:
-    """Return of each layer whose rows are on one rank which. Every rank must call it: one round of 16 bytes a layer."""
-
-    def tell(words: torch.Tensor) -> None:
-        here = [layer.weight.numel() > 0 for layer in rows.values()]
-        told = [[int(is_here), comm.rank * is_here] for is_here in here]
-        words.copy_(torch.tensor(told, dtype=torch.int64, device="cpu").view(words.shape))
-
-    told = sum_together(comm, (len(rows), 2), tell).tolist()
-    return {name: rank for name, (num_ranks, rank) in zip(rows, told, strict=True) if num_ranks == 1}
 
 
 def _reports(

@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from distprune.calibration.catch_inputs import catch_inputs
-from distprune.calibration.data import spread
 from distprune.calibration.moments import Moments
 from distprune.calibration.order import learn_order
-from distprune.calibration.routed_tokens import send_tokens
-from distprune.calibration.sample_group import SampleGroup
+from distprune.calibration.shared_inputs import SharedInput, send_tokens
 from distprune.calibration.statistics import InputStatistics
 from distprune.calibration.targets import Targets
 from distprune.collectives.base import Communicator
@@ -23,6 +20,7 @@ from distprune.collectives.guarded import guarding
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.linear_layers import linear_layers
 from tests.architectures import samples, tiny_model
+from tests.calibration.test_statistics import walk_of_model
 from tests.oneshot.alike import sharded
 from tests.worlds import drawing, run_threads
 
@@ -37,28 +35,22 @@ def mixture() -> Any:
 
 def heard(model: Any, comm: Communicator, before: Callable[[], object] = lambda: None) -> InputStatistics:
     """Return what the first block's layers are given; tokens of the dense stream go to other experts."""
-    mine, linears = spread(TOKENS, comm.rank, comm.size), linear_layers(decoder_blocks(model)[0][1])
-    walk = catch_inputs(model, mine.batches)
-    walk.split()
-    for i, hidden in enumerate(walk.dense):
-        hidden += torch.randn(hidden.shape, generator=torch.Generator().manual_seed(comm.rank + comm.size * i)) / 8
+    walk, linears = walk_of_model(model, comm), linear_layers(decoder_blocks(model)[0][1])
+    for i, hidden in enumerate(walk.hidden):
+        noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(comm.rank + comm.size * i))
+        walk.dense.append(hidden + noise / 8)
     order = learn_order(comm, walk, 0, linears).at_once()
     targets = Targets(walk, order, linears)
-    with targets.listening(linears, targets):
-        walk.advance(0, comm, dense=True, begin=targets.begin_sample)
-    group = SampleGroup(comm.rank, comm.size)
-    statistics = InputStatistics(linears, "products", group, comm, targets)
+    targets.run(comm, 0, linears)
+    statistics = InputStatistics(comm, walk, linears, "products", targets)
     before()
-    with statistics.listening(), walk.block(0) as run:
-        for i in range(walk.num_batches):
-            statistics.begin_sample(counts=bool(mine.windows[i]))
-            run(i)
+    statistics.run(0)
     return statistics
 
 
 @cache
 def of_one() -> dict[tuple[str, ...], Moments]:
-    _, wave = heard(mixture(), Alone()).reduce(Alone(), expert_memory=1 << 40)
+    _, wave = heard(mixture(), Alone()).reduce(1 << 40)
     return {m.names: m for m in wave}
 
 
@@ -69,7 +61,7 @@ def test_the_same_in_any_waves(num_ranks: int, at_once: int) -> None:
     def on_rank(_: int) -> list[list[Moments]]:
         model = sharded(mixture()) if num_ranks > 1 else mixture()
         comm = communicator()
-        return list(heard(model, comm).reduce(comm, expert_memory=2 * at_once * SIZE))
+        return list(heard(model, comm).reduce(2 * at_once * SIZE))
 
     wanted = of_one()
     reached = [m for m in wanted.values() if m.num_tokens]
@@ -98,10 +90,11 @@ def test_tokens_go_to_the_owners_of_their_inputs() -> None:
         comm = communicator()
         kept = [[torch.full((2, 4), float(rank))] for _ in range(3)] + [[]]
         with guarding(comm) as ranks:
-            found = send_tokens(ranks, [0, 1, 1, 1], kept, [4] * 4, torch.device("cpu"))
-        assert [*found] == ([0], [1, 2, 3])[rank]
-        for number, parts in found.items():
-            assert [float(x.sum()) for x in parts if len(x)] == ([] if number == 3 else [0.0, 8.0])
+            inputs = [SharedInput((str(owner),), 4, 0, owner) for owner in (0, 1, 1, 1)]
+            arrived = send_tokens(ranks, inputs, kept, [4] * 4, torch.device("cpu"))
+        for number, (shared, parts) in enumerate(zip(inputs, arrived, strict=True)):
+            wanted = [0.0, 8.0] if shared.owner == rank and number < 3 else []
+            assert [float(x.sum()) for x in parts if len(x)] == wanted
         assert not any(kept)
         return comm.traffic.num_bytes
 
@@ -113,7 +106,7 @@ def with_nan(rank: int) -> None:
         model = mixture()
     experts = model.model.layers[0].mlp.experts.gate_up_proj.data
     comm = communicator()
-    list(heard(model, comm, lambda: experts.fill_(torch.nan if rank else 0.0)).reduce(comm, expert_memory=SIZE))
+    list(heard(model, comm, lambda: experts.fill_(torch.nan if rank else 0.0)).reduce(SIZE))
 
 
 def test_nan_is_raised_on_all() -> None:

@@ -19,12 +19,14 @@ from distprune import Unstructured
 from distprune.calibration.moments import Needs
 from distprune.calibration.sample_group import Axis, SampleGroup, find_sample_group, shared_axis
 from distprune.calibration.statistics import InputStatistics
+from distprune.calibration.walk import Walk
 from distprune.collectives.communicator import Alone, communicator
 from distprune.collectives.tensors import gather_features
 from distprune.models.linear_layers import linear_layers
 from distprune.oneshot.prune_blocks import prune_blocks
 from distprune.removal.layers import order_layers
 from tests.architectures import samples, tiny_model
+from tests.calibration.test_statistics import walk_of
 from tests.worlds import ProcessPool, RankError, drawing, run_threads
 
 
@@ -104,15 +106,13 @@ def moments_on_rank(rank: int, needs: Needs, how: str, num_in: int) -> None:
     with drawing(0):
         block = nn.Sequential(nn.Linear(num_in, 4, bias=False))
     inputs = [torch.randn(5, num_in, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
-    wanted = InputStatistics(linear_layers(block), needs)
-    wanted.begin_sample()
+    wanted = InputStatistics(Alone(), Walk(block, []), linear_layers(block), needs)
     for x in inputs:
         wanted.given("0", x, None, "0")
     comm, mesh = communicator(), init_device_mesh("cpu", (3,))
     sample_group = SampleGroup(0, 1, rank, 3, mesh.get_group())
     start, stop = sample_group.features(num_in)
-    statistics = InputStatistics(linear_layers(block), needs, sample_group, comm)
-    statistics.begin_sample()
+    statistics = InputStatistics(comm, Walk(block, [], sample_group=sample_group), linear_layers(block), needs)
     for x in inputs:
         if how == "plain":
             given = x[:, start:stop]
@@ -125,7 +125,7 @@ def moments_on_rank(rank: int, needs: Needs, how: str, num_in: int) -> None:
     gathers = needs == "products" and (how in ("plain", "cut") or num_in == 1)
     num_bytes = 2 * 5 * 3 * -(-num_in // 3) * 4
     assert (comm.traffic.num_rounds, comm.traffic.num_bytes) == ((2, num_bytes) if gathers else (0, 0))
-    ((found,),), ((one,),) = statistics.reduce(comm), wanted.reduce(Alone())
+    ((found,),), ((one,),) = statistics.reduce(), wanted.reduce()
     assert found.num_tokens == one.num_tokens == 10
     torch.testing.assert_close(found.squares, one.squares)
     torch.testing.assert_close(found.mean, one.mean)
@@ -145,11 +145,12 @@ def wrong_inputs_on_rank(_: int, how: str) -> None:
     sample_group = SampleGroup(0, 1, mesh.get_local_rank(), 2, mesh.get_group())
     with drawing(0):
         block = nn.Sequential(nn.Linear(8, 4))
-    statistics = InputStatistics(linear_layers(block), "products", sample_group, comm)
-    statistics.begin_sample()
     x = torch.ones(4, 8)
-    statistics.given("0", x[:, :3] if how == "width" else DTensor.from_local(x[:2], mesh, [Shard(0)]), None, "0")
-    list(statistics.reduce(comm))
+    x = x[:, :3] if how == "width" else DTensor.from_local(x[:2], mesh, [Shard(0)])
+    walk = walk_of(block, [x], sample_group=sample_group)
+    statistics = InputStatistics(comm, walk, linear_layers(block), "products")
+    statistics.run(0)
+    list(statistics.reduce())
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,20 @@
-"""Which layers share an input is the same on all ranks, whichever of them a token reached."""
+"""Which layers share an input is the same on all ranks, whichever a token reached; owners take turns, by their work."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import pytest
+from torch import nn
 
-from distprune.calibration.shared_inputs import shared_inputs
+from distprune.calibration.shared_inputs import share_out, shared_inputs
 from distprune.collectives.communicator import communicator
+from distprune.models.linear_layers import LinearLayer
 from tests.worlds import run_threads
 
 LAYERS = ["q", "k", "up.0", "up.1", "gate.0", "gate.1"]
-# What three ranks heard: of each layer the first that has its input; each counts 2 + rank tokens of each input.
+LINEARS = {name: LinearLayer(name, nn.Linear(2, 2), "weight", 2, 2) for name in LAYERS}
+# What three ranks heard: of each layer the first that has its input; each counts 2 + rank tokens of each layer.
 HEARD: dict[str, tuple[list[dict[str, str]], dict[tuple[str, ...], int]]] = {
     "alike": (
         [{"q": "q", "k": "q"}] * 3,
@@ -34,9 +37,10 @@ def on_rank(rank: int, heard: list[dict[str, str]], fails: int) -> tuple[dict[tu
     def own() -> tuple[Mapping[str, str], Mapping[str, int]]:
         if rank == fails:
             raise KeyError("boom")
-        return heard[rank], dict.fromkeys(heard[rank].values(), 2 + rank)
+        return heard[rank], dict.fromkeys(heard[rank], 2 + rank)
 
-    found = shared_inputs(comm, LAYERS, own)
+    inputs = shared_inputs(comm, LINEARS, (), own)
+    found = {shared.names: shared.num_tokens for shared in inputs}
     return found, comm.traffic.num_rounds, comm.traffic.num_bytes
 
 
@@ -45,7 +49,7 @@ def test_inputs_of_all_ranks(case: str) -> None:
     heard, wanted = HEARD[case]
     if wanted:
         # 24 bytes a layer, and whether a rank has failed, whatever the number of ranks.
-        assert run_threads(3, on_rank, heard, -1) == [(wanted, 2, 24 * len(LAYERS) + 2 * 8)] * 3
+        assert run_threads(3, on_rank, heard, -1) == [(wanted, 1, 24 * len(LAYERS) + 8)] * 3
     else:
         for error in run_threads(3, on_rank, heard, -1, catch=True):
             assert isinstance(error, NotImplementedError)
@@ -56,3 +60,25 @@ def test_what_one_rank_raises() -> None:
     heard, _ = HEARD["alike"]
     for error in run_threads(3, on_rank, heard, 1, catch=True):
         assert "boom" in str(error)
+
+
+SMOLLM2 = [576**3, 576**3, 576**3, 1536**3]
+MIXTURE = [64**3] * 34 + [128**3] * 32
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7, 64, 1000])
+@pytest.mark.parametrize("sizes", [SMOLLM2, MIXTURE, [8] * 8, [1], []], ids=len)
+def test_work_is_shared_out(sizes: list[int], num_ranks: int) -> None:
+    loads = [0] * num_ranks
+    for size, rank in zip(sizes, share_out(sizes, num_ranks), strict=True):
+        loads[rank] += size
+    assert max(loads) <= max([sum(sizes) / num_ranks + max(sizes, default=0), 0])
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+def test_the_widest_input_has_a_rank_of_its_own() -> None:
+    assert share_out(SMOLLM2, 2) == [1, 1, 1, 0]
+
+
+def test_owners_have_the_rows_or_the_least_to_do() -> None:
+    assert share_out([10, 20, 30, 40], 3, [2, None, None, 2]) == [2, 1, 0, 2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from distprune.calibration.data import spread
 from distprune.calibration.moments import Moments, Needs
 from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.statistics import InputStatistics
+from distprune.calibration.walk import Call, Walk
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Alone, communicator
 from distprune.models.decoder_blocks import decoder_blocks
@@ -33,22 +36,31 @@ KINDS: tuple[Needs, ...] = ("squares", "products")
 SHARDED = ["llama", "gpt2", "falcon", "mixtral", "qwen2_moe"]
 
 
-def reduced(statistics: InputStatistics, *arguments: Any, **options: Any) -> list[Moments]:
-    return [moments for wave in statistics.reduce(*arguments, **options) for moments in wave]
+def walk_of(block: nn.Module, inputs: Sequence[torch.Tensor], **options: Any) -> Walk:
+    """A walk whose only block is given ``inputs``, a sample each."""
+    windows, calls = [range(i, i + 1) for i in range(len(inputs))], [[Call((), {})] for _ in inputs]
+    return Walk(block, [("", block)], list(inputs), calls, **{"windows": windows, **options})
+
+
+def walk_of_model(model: nn.Module, comm: Communicator) -> Walk:
+    """A walk of this rank's samples through ``model``."""
+    mine = spread(TOKENS, comm.rank, comm.size)
+    walk = catch_inputs(model, mine.batches)
+    return dataclasses.replace(walk, windows=mine.windows, sample_group=SampleGroup(comm.rank, comm.size))
+
+
+def moments_of(walk: Walk, needs: Needs, comm: Communicator, index: int = 0) -> list[Moments]:
+    """The moments of what the layers of a block are given."""
+    statistics = InputStatistics(comm, walk, linear_layers(walk.blocks[index][1]), needs)
+    statistics.run(index)
+    return [moments for wave in statistics.reduce() for moments in wave]
 
 
 def moments_of_blocks(model: nn.Module, comm: Communicator, needs: Needs) -> list[list[Moments]]:
     """The moments of every block of the unpruned model."""
-    mine = spread(TOKENS, comm.rank, comm.size)
-    walk = catch_inputs(model, mine.batches)
-    found = []
-    for index, (_, block) in enumerate(walk.blocks):
-        statistics = InputStatistics(linear_layers(block), needs, SampleGroup(comm.rank, comm.size))
-        with statistics.listening(), walk.block(index) as run:
-            for i in range(walk.num_batches):
-                statistics.begin_sample(counts=bool(mine.windows[i]))
-                run(i)
-        found.append(reduced(statistics, comm))
+    walk, found = walk_of_model(model, comm), []
+    for index in range(len(walk.blocks)):
+        found.append(moments_of(walk, needs, comm, index))
         walk.advance(index, comm)
     return found
 
@@ -125,17 +137,11 @@ def test_the_same_on_any_number_of_ranks(pool: ProcessPool, world_size: int, arc
 
 def wanda(model: nn.Module, comm: Communicator, pattern: float | NM) -> dict[str, torch.Tensor]:
     """Wanda on a model that is whole on every rank, from the parts of this package."""
-    mine = spread(TOKENS, comm.rank, comm.size)
-    walk = catch_inputs(model, mine.batches)
+    walk = walk_of_model(model, comm)
     masks: dict[str, torch.Tensor] = {}
     for index, (block_name, block) in enumerate(walk.blocks):
         linears = linear_layers(block)
-        statistics = InputStatistics(linears, "squares")
-        with statistics.listening(), walk.block(index) as run:
-            for i in range(walk.num_batches):
-                statistics.begin_sample(counts=bool(mine.windows[i]))
-                run(i)
-        for moments in reduced(statistics, comm):
+        for moments in moments_of(walk, "squares", comm, index):
             norms = moments.norms
             for name in moments.names:
                 linear = linears[name]
@@ -182,15 +188,9 @@ def test_products_of_many_features(num_in: int, num_ranks: int) -> None:
 
     def of_rank(rank: int) -> list[Moments]:
         with drawing(0):
-            block = nn.Sequential(*(nn.Linear(x.shape[1], 2) for _ in range(3)))
+            block = Beside(*(nn.Linear(num_in, 2) for _ in range(3)))
         group = SampleGroup(rank=rank, size=num_ranks)
-        statistics = InputStatistics(linear_layers(block), "products", group, communicator())
-        with statistics.listening(), torch.no_grad():
-            for sample in torch.split(x, 2):
-                statistics.begin_sample()
-                for linear in block:
-                    linear(sample.clone())
-        return reduced(statistics, communicator())
+        return moments_of(walk_of(block, torch.split(x, 2), sample_group=group), "products", communicator())
 
     for rank, found in enumerate(run_threads(num_ranks, of_rank)):
         assert {moments.owner for moments in found} == set(range(num_ranks))
@@ -205,13 +205,7 @@ def test_products_of_many_features(num_in: int, num_ranks: int) -> None:
 def test_about_the_mean() -> None:
     """Sums in float64 of products in float32 leave enough of what is about a mean of 30."""
     x = torch.randn(4, 50, 16, generator=torch.Generator().manual_seed(0)) + 30
-    linear = nn.Linear(16, 3)
-    statistics = InputStatistics(linear_layers(nn.Sequential(linear)), "products")
-    with statistics.listening(), torch.no_grad():
-        for sample in x:
-            statistics.begin_sample()
-            linear(sample)
-    (moments,) = reduced(statistics, Alone())
+    (moments,) = moments_of(walk_of(nn.Sequential(nn.Linear(16, 3)), list(x)), "products", Alone())
     flat = x.flatten(0, 1).double()
     assert moments.products is not None
     about = moments.products - moments.num_tokens * torch.outer(moments.mean, moments.mean)
@@ -222,20 +216,13 @@ def test_about_the_mean() -> None:
 
 @pytest.mark.parametrize("needs", KINDS)
 def test_rounds_and_bytes(needs: Needs) -> None:
-    comm, linear = Alone(), nn.Linear(10, 3, bias=False)
-    block = nn.Sequential(linear, nn.Linear(3, 2))
-    statistics = InputStatistics(linear_layers(block), needs)
-    with statistics.listening():
-        statistics.begin_sample()
-        block(torch.ones(2, 10))
-    before = comm.traffic.copy()
-    reduced(statistics, comm)
-    used = comm.traffic - before
-    num_sums = 1 if needs == "squares" else 3
-    assert used.num_rounds == 2 + 2 * num_sums + 1
+    comm, block = Alone(), nn.Sequential(nn.Linear(10, 3, bias=False), nn.Linear(3, 2))
+    moments_of(walk_of(block, [torch.ones(2, 10)]), needs, comm)
+    used, num_sums = comm.traffic, 1 if needs == "squares" else 3
+    assert used.num_rounds == 1 + 2 * num_sums + 1
     numbers = 13 * 3 + (0 if needs == "squares" else 10**2 + 3**2)
     # Who shares, with whether a rank has failed; the sums, and before each, and in the end, that all are ready.
-    assert used.num_bytes == 2 * 8 + 24 * 2 + 64 * (num_sums + 1) + 8 * numbers
+    assert used.num_bytes == 8 + 24 * 2 + 64 * (num_sums + 1) + 8 * numbers
 
 
 @pytest.mark.parametrize("num_tokens", [300, 0])
@@ -243,16 +230,10 @@ def test_squared_output(num_tokens: int) -> None:
     """Of inputs that are far from uncorrelated, since their means are not 0: without these it would be a 20th."""
     torch.manual_seed(0)
     linear = nn.Linear(40, 30, bias=False)
-    torch.nn.init.uniform_(linear.weight)
-    statistics = InputStatistics({"m": linear_layers(nn.Sequential(linear))["0"]}, "squares")
-    total = 0.0
-    with statistics.listening(), torch.no_grad():
-        for _ in range(3 if num_tokens else 0):
-            statistics.begin_sample()
-            x = torch.ones(num_tokens // 3, 40) + 0.1 * torch.randn(num_tokens // 3, 40)
-            total += float(linear(x).square().sum())
-    (moments,) = reduced(statistics, Alone())
-    weight = linear.weight.detach()
+    weight = torch.nn.init.uniform_(linear.weight).detach()
+    x = torch.ones(num_tokens, 40) + 0.1 * torch.randn(num_tokens, 40)
+    total = float((x @ weight.t()).square().sum())
+    (moments,) = moments_of(walk_of(nn.Sequential(linear), [x] if num_tokens else []), "squares", Alone())
     if num_tokens:
         assert moments.squared_output(weight) == pytest.approx(total, rel=0.01)
         assert float((weight.square() * moments.squares).sum()) < total / 20
@@ -260,69 +241,63 @@ def test_squared_output(num_tokens: int) -> None:
         assert moments.squared_output(weight) == pytest.approx(float(weight.square().sum()))
 
 
-class Twice(nn.Module):
-    """Two layers whose inputs are the same tensor or not, as it is told."""
+class Beside(nn.Module):
+    """Layers that are given the same, in copies or not."""
 
-    def __init__(self) -> None:
+    def __init__(self, *layers: nn.Module, copies: bool = True) -> None:
         super().__init__()
-        with drawing(0):
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.how = "same"
+        self.layers, self.copies = nn.ModuleList(layers), copies
 
     @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.as_tensor(self.a(x))
-        if self.how == "written":
+        return torch.stack([layer(x.clone() if self.copies else x) for layer in self.layers]).sum(dim=0)
+
+
+class Twice(nn.Module):
+    """Two layers whose inputs are the same tensor or not, as it is told by sample."""
+
+    def __init__(self, *hows: str) -> None:
+        super().__init__()
+        with drawing(0):
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.hows = iter(hows)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, how = torch.as_tensor(self.a(x)), next(self.hows)
+        if how == "written":
             x.add_(1)
-        if self.how == "twice":
+        if how == "twice":
             y = self.a(y)
-        return y + torch.as_tensor(self.b(x.clone() if self.how == "copy" else x))
+        return y + torch.as_tensor(self.b(x.clone() if how == "copy" else x))
 
 
-def listen(block: Twice, *hows: str) -> list[Moments]:
-    statistics = InputStatistics(linear_layers(block), "squares")
-    with statistics.listening(), torch.no_grad():
-        for how in hows:
-            statistics.begin_sample()
-            block.how = how
-            block(torch.ones(1, 4))
-    return reduced(statistics, Alone())
+def listen(*hows: str, **options: Any) -> list[Moments]:
+    inputs = [torch.ones(1, 4) for _ in hows]
+    return moments_of(walk_of(Twice(*hows), inputs, **options), "squares", Alone())
 
 
 def test_what_is_the_same_input() -> None:
-    assert [m.names for m in listen(Twice(), "same", "same")] == [("a", "b")]
-    assert [m.names for m in listen(Twice(), "copy")] == [("a",), ("b",)]
-    a, b = listen(Twice(), "written")  # the same tensor, with other values
+    assert [m.names for m in listen("same", "same")] == [("a", "b")]
+    assert [m.names for m in listen("copy")] == [("a",), ("b",)]
+    a, b = listen("written")  # the same tensor, with other values
     assert (a.squares == 1).all()
     assert (b.squares == 4).all()
     with pytest.raises(NotImplementedError, match="'b' has the input of 'a' in one sample and that of 'b' in another"):
-        listen(Twice(), "same", "copy")
+        listen("same", "copy")
     with pytest.raises(NotImplementedError, match="'b' has the input of 'a' in some calls and not in others"):
-        listen(Twice(), "twice")
+        listen("twice")
 
 
 def test_samples_that_do_not_count() -> None:
-    block = Twice()
-    statistics = InputStatistics(linear_layers(block), "squares")
-    with statistics.listening():
-        block(torch.ones(1, 4))  # before any sample
-        statistics.begin_sample()
-        block(torch.ones(1, 4))
-        statistics.begin_sample(counts=False)
-        block(torch.ones(1, 4))
-    block(torch.ones(1, 4))  # nobody listens
-    (moments,) = reduced(statistics, Alone())
+    (moments,) = listen("same", "same", windows=[range(1), range(0)])
     assert moments.num_tokens == 1
 
 
 def with_nan(rank: int) -> None:
     with drawing(0):
         block = nn.Sequential(nn.Linear(4, 4))
-    statistics = InputStatistics(linear_layers(block), "products")
-    with statistics.listening():
-        statistics.begin_sample()
-        block(torch.full((1, 4), torch.inf if rank == 1 else 1.0))
-    reduced(statistics, communicator())
+    moments_of(walk_of(block, [torch.full((1, 4), torch.inf if rank == 1 else 1.0)]), "products", communicator())
 
 
 def test_errors_are_heard_on_all_ranks() -> None:
@@ -334,13 +309,11 @@ def test_errors_are_heard_on_all_ranks() -> None:
 def test_a_part_of_the_features() -> None:
     """As tensor parallelism hands its row-wise layers, on a rank that shares its samples with nobody."""
     block = nn.Sequential(nn.Linear(4, 4))
-    statistics = InputStatistics(linear_layers(block), "squares")
+    statistics = InputStatistics(Alone(), walk_of(block, [torch.ones(3, 2)]), linear_layers(block), "squares")
     block[0].weight = nn.Parameter(torch.ones(4, 2))
-    with statistics.listening():
-        statistics.begin_sample()
-        block(torch.ones(3, 2))
+    statistics.run(0)
     with pytest.raises(NotImplementedError, match=r"'0' is given Tensor \(3, 2\) where 4 features were expected"):
-        reduced(statistics, Alone())
+        list(statistics.reduce())
 
 
 def test_an_expert_without_tokens() -> None:

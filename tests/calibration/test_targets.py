@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from functools import partial
 from typing import Any
 
@@ -12,11 +13,9 @@ from torch.library import custom_op
 
 from distprune import Unstructured, prune_blocks
 from distprune.calibration.catch_inputs import catch_inputs
-from distprune.calibration.listening import listening
 from distprune.calibration.order import BlockOrder, learn_order
 from distprune.calibration.statistics import InputStatistics
 from distprune.calibration.targets import Targets
-from distprune.calibration.walk import Walk
 from distprune.collectives.communicator import Alone, communicator
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.linear_layers import linear_layers
@@ -150,24 +149,18 @@ def test_a_stage_runs_no_further_than_it_has_to() -> None:
 
 
 def nan_in_one_stream(rank: int, stream: str) -> None:
-    model: Any = tiny_model("llama")
+    model, comm = tiny_model("llama"), communicator()
     linears = linear_layers(decoder_blocks(model)[0][1])
     walk = catch_inputs(model, [{"input_ids": TOKENS[:1], "use_cache": False}])
     targets = Targets(walk, learn_order(Alone(), walk, 0, linears), linears)
-    walk.split()
-    spoiled = walk.dense if stream == "dense" else walk.hidden
-    statistics = InputStatistics(linears, "products", targets=targets)
-    with listening(linears, targets, targets.adding):
-        targets.begin_sample()
-        walk.blocks[0][1](walk.dense[0], **walk.calls[0][0].kwargs)
-    if rank == 1 and stream == "dense":
-        targets.samples[0].inputs["mlp.up_proj"][0][0, 3] = torch.nan
-    elif rank == 1:
-        spoiled[0][0, 3] = torch.nan
-    with statistics.listening(), walk.block(0) as run:
-        statistics.begin_sample()
-        run(0)
-    list(statistics.reduce(communicator()))
+    walk.dense += [hidden.clone() for hidden in walk.hidden]
+    targets.run(Alone(), 0, linears)
+    if rank == 1:
+        spoiled = walk.hidden[0][0] if stream == "pruned" else targets.samples[0].inputs["mlp.up_proj"][0]
+        spoiled[3] = torch.nan
+    statistics = InputStatistics(comm, walk, linears, "products", targets)
+    statistics.run(0)
+    list(statistics.reduce())
 
 
 @pytest.mark.parametrize(
@@ -182,43 +175,31 @@ def test_nan_names_the_stream(stream: str, message: str) -> None:
         run_threads(2, nan_in_one_stream, stream)
 
 
-def prune_on_rank(_: int) -> None:
-    prune_blocks(tiny_model("llama"), TOKENS, method="admm", pattern=Unstructured(0.5))
+@pytest.mark.parametrize("num_dims", [2, 3])  # what a block is given in the dense stream, and its hidden states
+def test_without_memory_for_the_dense_stream(monkeypatch: pytest.MonkeyPatch, num_dims: int) -> None:
+    """On one rank: all are told, how much the walk takes, and ways out."""
+    clone, to = torch.Tensor.clone, torch.Tensor.to
 
-
-@pytest.mark.parametrize("where", ["the streams", "what a block is given"])
-def test_without_memory_for_the_dense_stream(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """On one rank: all are told, and how much it takes."""
-    to, clone = torch.Tensor.to, torch.Tensor.clone
-
-    def no_memory(values: torch.Tensor, num_dims: int) -> None:
-        if torch.distributed.get_rank() == 1 and values.ndim == num_dims:
-            raise torch.OutOfMemoryError("no memory")
-
-    def spoiled_to(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if kwargs.get("copy"):
-            no_memory(values, 2)
-        return to(values, *args, **kwargs)
+    def check(values: torch.Tensor, is_copied: bool) -> None:
+        if is_copied and torch.distributed.get_rank() == 1 and values.ndim == num_dims:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
 
     def spoiled_clone(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        no_memory(values, 3)
+        check(values, num_dims == 3)
         return clone(values, *args, **kwargs)
 
-    if where == "the streams":
-        monkeypatch.setattr(Walk, "split", with_patch(Walk.split, "clone", spoiled_clone))
-    else:
-        monkeypatch.setattr(torch.Tensor, "to", spoiled_to)
-    errors = run_threads(2, prune_on_rank, catch=True)
-    for error in errors:
-        assert isinstance(error, ValueError)
-        assert "no memory left for the dense stream" in str(error)
-        assert "samples; offload=True (--offload)" in str(error)
+    def spoiled_to(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        check(values, num_dims == 2 and "copy" in kwargs)
+        return to(values, *args, **kwargs)
 
+    def on_rank(_: int) -> None:
+        prune_blocks(tiny_model("llama"), TOKENS, method="admm", pattern=Unstructured(0.5))
 
-def with_patch(function: Any, name: str, other: Any) -> Any:
-    def patched(*args: Any) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.Tensor, name, other)
-            function(*args)
-
-    return patched
+    monkeypatch.setattr(torch.Tensor, "clone", spoiled_clone)
+    monkeypatch.setattr(torch.Tensor, "to", spoiled_to)
+    for error in run_threads(2, on_rank, catch=True):
+        assert "CUDA out of memory." in str(error)
+        assert isinstance(error, RuntimeError)
+        *_, takes, ways_out = error.__notes__
+        assert re.search("the walk takes about .* of memory a rank: .*hidden states", takes)
+        assert "fewer samples, more ranks, offload=True, refit='none', targets='own'" in ways_out
