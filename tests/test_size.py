@@ -20,7 +20,7 @@ LINES = {
     "kernels": (814, 800),
     "masks": (489, 470),
     "models": (920, 690),
-    "oneshot": (2024, 1440),
+    "oneshot": (1979, 1440),
     "patterns": (1548, 690),
     "pruning": (1445, 960),
     "removal": (1675, 1160),

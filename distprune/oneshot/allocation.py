@@ -16,7 +16,6 @@ from typing import Literal
 import torch
 from torch import nn
 
-from distprune.calibration.data import tokens_together
 from distprune.calibration.own_words import samples_of
 from distprune.calibration.sample_group import find_sample_group
 from distprune.calibration.sensitivity import Sensitivity, measure_sensitivities
@@ -87,14 +86,14 @@ def allocate(
     with agreeing(comm) as agreed:
         if not isinstance(sparsity, float):
             raise TypeError(f"sparsity must be a share such as 0.6, not {sparsity!r}")
-        plan = make_plan(model, samples, Recipe(method="magnitude", pattern=PerRow(sparsity)))
+        recipe = Recipe(method="magnitude", pattern=PerRow(sparsity))
+        plan = make_plan(model, samples, recipe, batch_tokens=batch_tokens)
         if plan.samples.shape[1] < 2:
             raise ValueError(f"samples of {plan.samples.shape[1]} token have none to predict; two are the least")
         if not 0 <= max_difference <= 1:
             raise ValueError(f"{max_difference=} is not between 0 and 1")
         agreed.found = Found(plan.shards, has_blocks=True)
-        agreed.facts = {**plan.facts, "max_difference": repr(max_difference), "batch_tokens": repr(batch_tokens)}
-        tokens_together(model, batch_tokens)
+        agreed.facts = {**plan.facts, "max_difference": repr(max_difference)}
     shards = agreed.shards()
     check_parts(comm, agreed.roster, lambda: shards)
     sample_group = find_sample_group(comm, plan.axis)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import nn
@@ -80,6 +81,15 @@ def unreached(block_name: str, linears: Mapping[str, LinearLayer], moments: Sequ
     if unseen:
         _warn({_UNREACHED: [f"{block_name}.{linears[name].parameter_path}" for name in linears if name in unseen]})
     return dict.fromkeys(unseen, _UNREACHED)
+
+
+@contextmanager
+def naming(block_name: str) -> Iterator[None]:
+    """Name the block in an error of the body, which is raised on every rank."""
+    try:
+        yield
+    except (ValueError, NotImplementedError) as error:
+        raise type(error)(f"block {block_name!r}: {error}") from error
 
 
 def _warn(dense: Mapping[str, Sequence[str]]) -> None:

@@ -1,7 +1,8 @@
 """Channel permutation for N:M: the order of a block's channels in which the pattern keeps most of what reads them.
 
-A block puts out the same in any order of its channels, but for the rounding of sums; which of them share a group of M
-decides what N:M has to give up (Pool and Yu, Channel Permutations for N:M Sparsity, NeurIPS 2021). A weight counts as
+A block puts out the same in any order of an MLP's channels, and of the values within each key and value head, where
+the query heads that share it read them alike, but for the rounding of sums; which of them share a group of M decides
+what N:M has to give up (Pool and Yu, Channel Permutations for N:M Sparsity, NeurIPS 2021). A weight counts as
 its square times that of its inputs, as a share of its row's. Channels are dealt out to the groups by their sums. Then,
 for each place in a group in turn, the channels there are taken out of all groups and go where they add most: a linear
 assignment (Zhang et al., Plug-and-Play, ICLR 2024), among some hundreds of groups at a time, other ones in each turn.
@@ -11,18 +12,25 @@ Rank 0 decides, and tells the others: all have the same order, equal to rounding
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import nn
 
-from distprune.calibration.moments import Moments
+from distprune.calibration.statistics import InputStatistics
+from distprune.calibration.walk import Walk
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.collectives.agree import sum_together, together
 from distprune.collectives.base import Communicator
+from distprune.collectives.guarded import guarding
 from distprune.models.linear_layers import LinearLayer
-from distprune.oneshot.channels import MovableChannels
+from distprune.models.units import Cut, UnitKind, Units, find_units, head_dim
+from distprune.oneshot.block_layers import naming, num_places
 from distprune.oneshot.rows import Rows, whole_rows
 from distprune.patterns.n_by_m import NByM
 from distprune.shards.device import fetched, own_settings, sent
@@ -33,30 +41,111 @@ _NUM_TURNS = 6  # more gain a thousandth of what six do
 _MOST_GROUPS = 256  # among which channels change places; with 512 of 1,376 it takes twice as long for 3 % of the gain
 _CHUNK = 1 << 26  # shares that are compared at a time
 _TINY = torch.finfo(torch.float32).tiny
+_KINDS: tuple[UnitKind, ...] = ("kv_groups", "mlp")  # of units whose channels may change places
 
 
-def order_channels(
+@dataclass(frozen=True)
+class MovableChannels:
+    """Channels that change places within ``num_heads`` parts of equally many consecutive ones.
+
+    ``cuts``: what of each parameter goes with each channel; ``reader_index`` (channels, copies): which of the inputs of
+    the linear layer ``reader``.
+    """
+
+    num_heads: int
+    cuts: tuple[Cut, ...]
+    reader: str
+    reader_index: torch.Tensor  # int64
+
+    @property
+    def num_channels(self) -> int:
+        return len(self.reader_index)
+
+
+def permute_block(
     comm: Communicator,
-    block_name: str,
-    block: nn.Module,
-    channels: MovableChannels,
-    moments: Moments,
+    walk: Walk,
+    index: int,
     linears: Mapping[str, LinearLayer],
     owned: Mapping[str, bool],
     pattern: NByM,
 ) -> None:
-    """Put ``channels`` of ``block`` in the order in which ``pattern`` keeps most of what reads them.
+    """Put the channels of block ``index``, which is dense, in the order in which ``pattern`` keeps most of ``linears``.
 
-    ``moments``: of that one of ``linears``, ``"features"``; ``owned``: parameters that this rank counts, by their names
-    in the model. Every rank must call it: the rounds of ``whole_rows``, ``channel_order`` and ``move_channels``; none
-    where no token came.
+    By what these are given now; ``owned``: parameters that this rank counts, by their names in the model. Every rank
+    must call it: rounds of :meth:`InputStatistics.reduce`, and for each layer that reads some those of ``whole_rows``,
+    ``channel_order`` and ``move_channels``; none where no token came.
     """
-    (reader,) = moments.names
-    path = linears[reader].parameter_path
-    if moments.num_tokens:
-        with whole_rows(comm, {reader: linears[reader]}, {path: owned[f"{block_name}.{path}"]}) as rows:
-            order = channel_order(comm, rows[reader], moments.squares, channels, pattern.n, pattern.m)
-        move_channels(comm, block, channels, order)
+    name, block = walk.blocks[index]
+    with together(comm):
+        found = find_channels(walk.model, block, linears, pattern.m)
+    if not found:
+        return
+    statistics = InputStatistics(comm, walk, {reader: linears[reader] for reader in found}, "squares")
+    statistics.run(index)
+    with naming(name):
+        (moments,) = statistics.reduce()
+    with guarding(comm) as ranks:
+        for m in moments:
+            (reader,) = m.names
+            if m.num_tokens:
+                with whole_rows(ranks, {reader: linears[reader]}, owned, f"{name}.") as rows:
+                    order = channel_order(ranks, rows[reader], m.squares, found[reader], pattern.n, pattern.m)
+                move_channels(ranks, block, found[reader], order)
+
+
+def find_channels(model: nn.Module, block: nn.Module, readers: Collection[str], m: int) -> dict[str, MovableChannels]:
+    """Return the channels of ``block`` that can change places, by which of the ``readers`` reads them. Local.
+
+    None of experts; none with a parameter that ``model`` has in another place, too; none where buffers or parameters
+    are not known, such as masks and adapters; none of which a part is not a multiple of ``m``, or a single group; no
+    values that other blocks may read, too.
+    """
+    places, of_block = num_places(model), list[Units]()
+    parameters = dict(block.named_parameters(remove_duplicate=False))
+    for kind in _KINDS:
+        with suppress(NotImplementedError):  # they are not each other's like
+            of_block += find_units(block, kind)
+    found = {}
+    for units in of_block:
+        channels = None if units.cuts[0].expert is not None else _movable(block, units)
+        if channels is None or channels.reader not in readers:
+            continue
+        length = channels.num_channels // channels.num_heads
+        are_groups = length % m == 0 and length > m
+        if are_groups and all(places[id(parameters.get(cut.parameter))] == 1 for cut in channels.cuts):
+            found[channels.reader] = channels
+    return found
+
+
+def _movable(block: nn.Module, units: Units) -> MovableChannels | None:
+    """Return the channels of an MLP; of KV groups their values: of each the last rows of the layer that makes them."""
+    module, reader, read = block.get_submodule(units.name), units.reader, units.reader_index
+    known = {cut.parameter for cut in units.cuts} | {f"{reader}.bias"}  # which the reader adds behind them
+    others = {name: of for name, of in module.named_parameters(units.name) if name not in known}
+    if reader is None or read is None:
+        return None
+    if units.kind == "mlp":
+        is_known = (
+            not any(units.num_units in of.shape for of in others.values()) and next(module.buffers(), None) is None
+        )
+        return MovableChannels(1, units.cuts, reader, read) if is_known else None
+    are_others_of_queries = all(name.removeprefix(f"{units.name}.")[0] in "qk" for name in others)
+    is_shared = hasattr(module, "is_kv_shared_layer")  # of Gemma 3n and others, whose later blocks read them, too
+    size, num_heads = head_dim(module), units.num_units
+    read = read.view(num_heads, -1, size).transpose(1, 2).reshape(num_heads * size, -1)
+    *made, of_reader = units.cuts
+    cuts = [dataclasses.replace(cut, index=cut.index[:, -size:].reshape(-1, 1)) for cut in made if _is_of_values(cut)]
+    cuts.append(dataclasses.replace(of_reader, index=read))
+    holders = [block.get_submodule(cut.parameter.rpartition(".")[0]) for cut in cuts]
+    has_buffers = any(next(of.buffers(), None) is not None for of in holders)
+    if is_shared or has_buffers or not are_others_of_queries:
+        return None
+    return MovableChannels(num_heads, tuple(cuts), reader, read)
+
+
+def _is_of_values(cut: Cut) -> bool:
+    return re.search(r"(^|\.)(qkv_proj|v[^.]*)\.(weight|bias)$", cut.parameter) is not None
 
 
 def channel_order(

@@ -9,7 +9,6 @@ from typing import Literal
 
 from torch import nn
 
-from distprune.calibration.data import tokens_together
 from distprune.calibration.own_words import samples_of
 from distprune.calibration.sample_group import find_sample_group
 from distprune.calibration.statistics import EXPERT_MEMORY
@@ -106,38 +105,30 @@ def prune_blocks(
             refit=refit,
             permute=permute,
         )
-        plan = make_plan(model, samples, recipe, expert_memory)
+        plan = make_plan(model, samples, recipe, expert_memory, offload, batch_tokens)
+        recipe, solver = plan.recipe, plan.recipe.solver
+        assert isinstance(recipe.pattern, Pattern)  # it is resolved
         agreed.found = Found(plan.shards, has_blocks=True, num_parameters=count_parameters(model))
-        tokens_together(model, batch_tokens)
-        walked = {"offload": offload, "batch_tokens": batch_tokens, "finished": finished is not None}
-        agreed.facts = {**plan.facts, **{name: repr(value) for name, value in walked.items()}}
-        if isinstance(plan.solver, Scored):
-            agreed.score = plan.solver.score
-    shards = agreed.shards()
-
-    def terms() -> dict[str, int]:
-        num_windows, length = plan.samples.shape
-        return estimate(model, recipe.resolved(), num_windows, length, comm.size, batch_tokens, expert_memory)
-
-    check_parts(comm, agreed.roster, lambda: without_nans(shards))
-    solver = replace(plan.solver, score=agreed.score) if isinstance(plan.solver, Scored) else plan.solver
-    with explaining_memory(terms):
+        agreed.facts = {**plan.facts, "finished": repr(finished is not None)}
+        if isinstance(solver, Scored):
+            agreed.score = solver.score
+    plan = replace(plan, shards=agreed.shards())
+    check_parts(comm, agreed.roster, lambda: without_nans(plan.shards))
+    if isinstance(solver, Scored):
+        solver = replace(solver, score=agreed.score)
+    walked = *plan.samples.shape, comm.size, batch_tokens, expert_memory
+    with explaining_memory(partial(estimate, model, recipe, *walked)):
         return run_blocks(
             meter,
             find_sample_group(comm, plan.axis),
             model,
-            plan.samples,
-            plan.options,
-            plan.linears,
-            shards,
-            partial(prune_rows, solver=solver, pattern=plan.pattern),
-            offload=offload,
-            batch_tokens=batch_tokens,
+            plan,
+            partial(prune_rows, solver=solver, pattern=recipe.pattern),
             finished=finished,
             on_block=on_block,
             num_parameters=agreed.num_parameters,
-            method=plan.facts["method"],
-            pattern=plan.facts["pattern"],
+            method=recipe.method_name,
+            pattern=repr(recipe.pattern),
             seed=agreed.score.seed if isinstance(agreed.score, Random) else None,
             other_blocks=tuple(other_blocks(model)),
         )

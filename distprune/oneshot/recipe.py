@@ -50,11 +50,13 @@ class Recipe:
 
         Raises:
             ValueError, TypeError: a choice that there is not, or that does not go with another.
+            NotImplementedError: a pattern that the solver cannot prune by.
             ImportError: scipy is not installed, and channels would change places.
         """
         check_seed(self.seed)
-        _ = self.solver
         pattern = as_pattern(self.pattern, self.sparsity)
+        pattern = pattern.within("tensor") if pattern.has_scope else pattern
+        self.solver.check(pattern)
         is_admm = self.method == "admm" or isinstance(self.method, ADMM)
         targets = chosen("targets", self.targets or ("dense" if is_admm else "own"), TargetsOf)
         share = share_of_targets(targets, self.target_share)
@@ -70,7 +72,7 @@ class Recipe:
             import_extra("scipy", "hf")
         return replace(
             self,
-            pattern=pattern.within("tensor") if pattern.has_scope else pattern,
+            pattern=pattern,
             sparsity=None,
             sequential=chosen("sequential", self.sequential or ("layer" if is_admm else "block"), Sequential),
             targets=targets,
@@ -96,6 +98,21 @@ class Recipe:
         if self.method not in solvers:
             raise ValueError(f"method={self.method!r} is none of {', '.join(solvers)}, a Score or a Solver")
         return solvers[self.method]
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether layers are moved towards the dense model's outputs; of a recipe that is :meth:`resolved`."""
+        return bool(self.target_share)
+
+    @property
+    def method_name(self) -> str:
+        """The method as reports say it."""
+        return self.method if isinstance(self.method, str) else type(self.method).__name__
+
+    @property
+    def permutes(self) -> NByM | None:
+        """For which pattern channels change places before a block is pruned; of a recipe that is :meth:`resolved`."""
+        return self.pattern if isinstance(self.pattern, NByM) and self.permute == "channels" else None
 
     @property
     def updates_weights(self) -> bool:

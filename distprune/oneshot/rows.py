@@ -76,7 +76,7 @@ def whole_rows(
 ) -> Iterator[dict[str, Rows]]:
     """Yield this rank's rows of every layer by name; what is written into them is in the parameters afterwards.
 
-    ``owned`` is by parameter path; ``prefix`` is put before names to make them those in the model. A layer of which
+    ``owned`` is by parameter; ``prefix`` is put before names to make them those in the model. A layer of which
     this rank holds nothing has no rows (an expert that is elsewhere, too). Every rank must call it. For a parameter cut
     along its inputs, one round for each mesh axis that cuts them, in which a rank hands over at most its shard, and as
     many back; the others are views. If the body raises, nothing is turned back.
@@ -100,7 +100,8 @@ def whole_rows(
         runs = part.dim_runs[_dims(linear)[0]]
         if weight.numel() == 0:
             weight, runs = weight.new_empty((0, linear.num_in)), ()
-        found[name] = Rows(weight, runs, linear.num_out, owned[path] and weight.numel() > 0, f"{prefix}{name}")
+        counts = owned[f"{prefix}{path}"] and weight.numel() > 0
+        found[name] = Rows(weight, runs, linear.num_out, counts, f"{prefix}{name}")
     yield found
     for linear in linears.values():
         if (last := turned.pop(linear.parameter_path, None)) is not None and last.moves:

@@ -19,11 +19,11 @@ from distprune.collectives.communicator import Group, communicator
 from distprune.models.find_shards import Found
 from distprune.models.linear_layers import LinearLayer
 from distprune.models.units import UnitKind
-from distprune.oneshot.block import Finished, WalkOptions, run_blocks
+from distprune.oneshot.block import Finished, run_blocks
 from distprune.oneshot.driver import Clock, prune_rows
-from distprune.oneshot.plan import blocks_to_walk, check_samples
+from distprune.oneshot.plan import WalkPlan, blocks_to_walk, check_samples
 from distprune.oneshot.prune_blocks import without_nans
-from distprune.oneshot.recipe import TargetsOf, check_can_fit, chosen, fits_by_default, share_of_targets
+from distprune.oneshot.recipe import Recipe, TargetsOf, check_can_fit, chosen, fits_by_default, share_of_targets
 from distprune.oneshot.report import BlockReport, LayerReport, Meter, OneShotReport
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows
@@ -140,7 +140,9 @@ def choose_units(
         if refit == "bias" and (without := [name for name, of in plan.asked.items() if of.linear.bias is None]):
             raise ValueError(f"refit='bias' needs biases, and {without[0]!r} has none; use 'least_squares' or 'none'")
         own = heads if targets is None else frozenset[str]()
-        options = WalkOptions("products", True, share, own, plan.skipped, plan.healed, fits=refit == "block")
+        recipe = Recipe(
+            sequential="layer", target_share=share, refit="block" if refit == "block" else "none", permute="none"
+        )
         tokens_together(model, batch_tokens)
         agreed.facts = {
             "keep": repr(sorted(keep.items())),
@@ -159,7 +161,8 @@ def choose_units(
             names |= dict.fromkeys(f"{of.block}.{path}" for path in (of.linear.parameter_path, *paths))
         agreed.found = Found([local_shard(name, model.get_parameter(name)) for name in names], has_blocks=True)
     shards = {shard.name: shard for shard in agreed.shards()}
-    check_parts(comm, agreed.roster, lambda: without_nans(list(shards.values())))
+    parts = list(shards.values())
+    check_parts(comm, agreed.roster, lambda: without_nans(parts))
     with together(comm):
         axis = shared_axis(model)
     sample_group = find_sample_group(comm, axis)
@@ -210,13 +213,8 @@ def choose_units(
         meter,
         sample_group,
         model,
-        samples,
-        options,
-        plan.linears,
-        list(shards.values()),
+        WalkPlan(samples, recipe, plan.linears, parts, offload, batch_tokens, own, plan.skipped, plan.healed),
         remove,
-        offload=offload,
-        batch_tokens=batch_tokens,
         finished=finished,
         on_block=call_back,
         method=criterion.name,

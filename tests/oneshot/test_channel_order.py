@@ -14,8 +14,7 @@ import torch
 from distprune import prune_blocks
 from distprune.collectives.communicator import Alone, communicator
 from distprune.oneshot import channel_order as channel_order_module
-from distprune.oneshot.channel_order import channel_order, move_channels
-from distprune.oneshot.channels import MovableChannels
+from distprune.oneshot.channel_order import MovableChannels, channel_order, move_channels
 from distprune.oneshot.rows import Rows
 from distprune.shards.geometry import Runs
 from tests.architectures import samples, tiny_model

@@ -12,8 +12,7 @@ from torch import nn
 from distprune import l1_unstructured
 from distprune.collectives.communicator import Alone
 from distprune.models.decoder_blocks import decoder_blocks
-from distprune.oneshot.channel_order import move_channels
-from distprune.oneshot.channels import MovableChannels, find_channels
+from distprune.oneshot.channel_order import MovableChannels, find_channels, move_channels
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 
 TOKENS = samples(3)
