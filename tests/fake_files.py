@@ -22,8 +22,6 @@ from distprune.checkpoint.stored_parameters import find_stored, mapped_tensors
 from distprune.jobs.streamed import FileWriter
 from distprune.pruning.prune_model import Request
 from distprune.pruning.streamed import StreamedPruning
-from distprune.shards.geometry import Geometry
-from distprune.shards.local_shard import LocalShard
 from tests.fake_ranks import EqualRanks
 
 __all__ = ["PLANS"]
@@ -38,11 +36,10 @@ def _stored(num_parameters: int, shape: tuple[int, ...]) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     names = [f"p{i}" for i in range(num_parameters)]
-    value = torch.empty(shape, dtype=torch.float32, device="meta")
     weight_map: dict[str, str] = {}
     for first in range(0, num_parameters, _OF_A_FILE):
         path = folder / f"model-{first}.safetensors"
-        file = planned(path, [LocalShard(name, value, Geometry.whole(shape)) for name in names[first:][:_OF_A_FILE]])
+        file = planned(path, [(name, torch.float32, shape) for name in names[first:][:_OF_A_FILE]])
         path.write_bytes(header_of(file.tensors))
         os.truncate(path, file.tensors[-1].stop)
         weight_map |= {entry.name: path.name for entry in file.tensors}

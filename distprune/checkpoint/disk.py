@@ -7,6 +7,7 @@ of. So every rank syncs what it has written.
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 
@@ -24,6 +25,13 @@ def partial_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial-distprune")
 
 
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Raise an OSError if the disk of ``folder`` has no room for so many bytes. Local."""
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        raise OSError(f"{folder} has {free:,} bytes free, and {num_bytes:,} are to be written there")
+
+
 def write_whole(path: Path, content: bytes, *, sync: bool = True) -> None:
     """Write ``content`` into the file ``path`` of a folder of ours, whole or not at all. Local; for one rank.
 
@@ -34,11 +42,7 @@ def write_whole(path: Path, content: bytes, *, sync: bool = True) -> None:
     """
     beside = partial_of(path)
     beside.unlink(missing_ok=True)  # what a killed job has left, or a link
-    try:
-        beside.write_bytes(content)
-        if sync:
-            sync_file(beside)
-        beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    beside.write_bytes(content)
+    if sync:
+        sync_file(beside)
+    beside.replace(path)

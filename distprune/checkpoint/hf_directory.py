@@ -76,7 +76,6 @@ class HfDirectory:
 
     path: Path
     weight_files: tuple[WeightFile, ...]
-    is_indexed: bool
     index_metadata: dict[str, Any]
     small_files: tuple[Path, ...]
     stamps: dict[str, list[int]]  # of every weight file its size, the time of its last change and its inode
@@ -199,7 +198,7 @@ def open_directory(path: str | Path) -> HfDirectory:
     files = tuple(read_weight_file(folder / name) for name in names)
     if has_index:
         _check_index(weight_map, files)
-    return HfDirectory(folder, files, has_index, metadata, _small_files(folder), stamps)
+    return HfDirectory(folder, files, metadata, _small_files(folder), stamps)
 
 
 def _stamp(path: Path) -> list[int]:
@@ -295,24 +294,12 @@ def _check_index(weight_map: dict[str, str], files: tuple[WeightFile, ...]) -> N
 
 
 def _small_files(folder: Path) -> tuple[Path, ...]:
-    small = _carried(folder)
-    home = Path(os.path.realpath(folder))
-    # The hub's cache: models--ORG--NAME/snapshots/REVISION/config.json -> ../../blobs/DIGEST
-    homes = {home, home.parent.parent / "blobs"} if home.parent.name == "snapshots" else {home}
-    for path in small:
-        target = Path(os.path.realpath(path))
-        if homes.isdisjoint(target.parents):
-            raise ValueError(f"{path} is a link out of the model directory, to {target}; put a copy in its place")
-    return tuple(small)
-
-
-def _carried(folder: Path) -> list[Path]:
     """Return the small files of ``folder`` and its sub-folders, but of those that are hidden, large or hold weights."""
     small: list[Path] = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         weights = {name for name in names if name.endswith(_WEIGHT_SUFFIXES)}
-        files = [Path(parent, name) for name in sorted({*names} - weights - _NOT_CARRIED)]
+        files = [Path(parent, name) for name in {*names} - weights - _NOT_CARRIED]
         sizes = {file: file.stat().st_size for file in files if file.is_file()}
         if Path(parent) == folder:
             small += [file for file, size in sizes.items() if size <= _MAX_SMALL_FILE]
@@ -320,4 +307,11 @@ def _carried(folder: Path) -> list[Path]:
             folders.clear()
         elif sum(sizes.values()) <= _MAX_SMALL_FILE:
             small += sizes
-    return sorted(small)
+    home = Path(os.path.realpath(folder))
+    # The hub's cache: models--ORG--NAME/snapshots/REVISION/config.json -> ../../blobs/DIGEST
+    homes = {home, home.parent.parent / "blobs"} if home.parent.name == "snapshots" else {home}
+    for path in small:
+        target = Path(os.path.realpath(path))
+        if homes.isdisjoint(target.parents):
+            raise ValueError(f"{path} is a link out of the model directory, to {target}; put a copy in its place")
+    return tuple(sorted(small))

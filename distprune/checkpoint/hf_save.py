@@ -6,24 +6,31 @@ known beforehand, so the ranks write side by side. The target must be on a file 
 
 from __future__ import annotations
 
+import copy
 import itertools
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from distprune.checkpoint.disk import partial_of, sync_file
+from distprune.checkpoint.disk import check_room, partial_of, sync_file
 from distprune.checkpoint.hf_directory import HfDirectory, WeightFile, open_together, read_weight_file
+from distprune.checkpoint.hf_load import build_like, build_on_meta
 from distprune.checkpoint.hub import resolve_model
-from distprune.checkpoint.output_files import begin_file, check_room, planned, write_small_files
+from distprune.checkpoint.naming import check_complete, check_tensors, model_regions
+from distprune.checkpoint.output_files import begin_file, planned, write_small_files
 from distprune.checkpoint.outputs import writing
-from distprune.checkpoint.source_tensors import SourceTensor, output_of
+from distprune.checkpoint.regions import Region, Shape, extents, fitted, regions_by_name
 from distprune.checkpoint.stored_slices import Progress, fill_from_file, write_shards
 from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import Group, communicator
 from distprune.collectives.slow import work_together
+from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.find_shards import check_model
 from distprune.shards.layouts import local_shard
 from distprune.shards.local_shard import LocalShard
@@ -115,13 +122,12 @@ def save_model(
     with together(writer.comm, target=str(target)):
         if writer.comm.rank == 0:
             check_room(target, sum(map(writer.num_bytes, files.values())))
-    sizes = {name: writer.num_bytes_here(stored) for name, stored in files.items()}
-    num_done = 0
+    num_done, num_total = 0, sum(map(writer.num_bytes_here, files.values()))
     for name, stored in files.items():
-        tell = None if progress is None else partial(_tell, progress, num_done, sum(sizes.values()))
+        tell = None if progress is None else partial(_tell, progress, num_done, num_total)
         writer.write(target / name, stored, tell)
-        num_done += sizes[name]
-    writer.finish(target, files, is_indexed=source.is_indexed)
+        num_done += writer.num_bytes_here(stored)
+    writer.finish(target, files)
 
 
 def _tell(progress: Callable[[int, int], None], before: int, total: int, done: int, _: int) -> None:
@@ -141,10 +147,11 @@ class ModelWriter:
     ) -> None:
         self.comm, self._source = communicator(group), source
         with together(self.comm):
-            self._output = output_of(model, source, layers)
             shards = {name: local_shard(name, tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
-            # This rank's parts of each tensor, one in each of its regions.
-            self._parts = {name: _parts_of(tensor, shards) for name, tensor in self._output.tensors.items()}
+            tensors, self._config = _tensors_left(model, source, layers)
+            # This rank's parts of each tensor, one in each of its regions; and what the model calls the first.
+            self._parts = {stored: _parts_of(shape, regions, shards) for stored, (shape, regions) in tensors.items()}
+            self._names = {stored: regions[0].name for stored, (_, regions) in tensors.items()}
             dtypes = [str(parts[0].local.dtype) for parts in self._parts.values()]
             facts = {"source": source.fingerprint(), "dtypes": dtypes, "layers": layers}
         agree(self.comm, facts)
@@ -155,18 +162,19 @@ class ModelWriter:
 
     def by_module(self, modules: Sequence[str]) -> dict[str, list[str]]:
         """Return the stored names inside each of the ``modules``, and under ``""`` those inside of none. Local."""
-        found: dict[str, list[str]] = {name: [] for name in ("", *modules)}
-        for stored, tensor in self._output.tensors.items():
-            inside = {*itertools.accumulate(tensor.regions[0].name.split("."), "{}.{}".format)}
-            found[next((name for name in modules if name in inside), "")].append(stored)
-        return found
+        by_module: dict[str, list[str]] = {name: [] for name in ("", *modules)}
+        for stored, name in self._names.items():
+            inside = {*itertools.accumulate(name.split("."), "{}.{}".format)}
+            by_module[next((module for module in modules if module in inside), "")].append(stored)
+        return by_module
 
-    def _first(self, stored: Sequence[str]) -> list[LocalShard]:
-        return [self._parts[name][0] for name in stored]
+    def _planned(self, path: Path, stored: Sequence[str]) -> WeightFile:
+        parts = (self._parts[name][0] for name in stored)
+        return planned(path, [(part.name, part.local.dtype, part.geometry.global_shape) for part in parts])
 
     def num_bytes(self, stored: Sequence[str]) -> int:
         """Return how many bytes these tensors take, of all ranks together. Local."""
-        return sum(part.geometry.global_numel * part.local.element_size() for part in self._first(stored))
+        return sum(entry.stop - entry.start for entry in self._planned(Path(), stored).tensors)
 
     def num_bytes_here(self, stored: Sequence[str]) -> int:
         """Return how many bytes this rank writes of these tensors. Local."""
@@ -188,12 +196,13 @@ class ModelWriter:
             OSError: on every rank: the disk is full or not writable.
         """
         with together(self.comm, file=str(path)):
-            file = planned(partial_of(path), self._first(stored))
+            file = self._planned(partial_of(path), stored)
             if self.comm.rank == 0:
                 begin_file(file)
         with together(self.comm):
             entries = zip(stored, file.tensors, strict=True)
-            write_shards([(part, file, entry) for name, entry in entries for part in self._owned(name)], progress)
+            parts = [(part, entry) for name, entry in entries for part in self._owned(name)]
+            write_shards(file.path, parts, progress)
         work_together(self.comm, lambda: sync_file(file.path))
         with together(self.comm):
             if self.comm.rank == 0:
@@ -207,26 +216,96 @@ class ModelWriter:
         """
         fill_from_file(read_weight_file(path), [part for name in stored for part in self._parts[name]])
 
-    def finish(self, target: Path, files: Mapping[str, Sequence[str]], *, is_indexed: bool = True) -> None:
+    def finish(self, target: Path, files: Mapping[str, Sequence[str]]) -> None:
         """Copy the source's small files beside the written ``files``, names to stored names, which the index lists.
 
         Every rank must call it: one round of 64 bytes.
         """
         with together(self.comm):
             if self.comm.rank == 0:
-                written = [planned(target / name, self._first(stored)) for name, stored in files.items()]
-                write_small_files(
-                    self._source, written, target, self._output.config, self._output.num_removed, is_indexed=is_indexed
-                )
+                written = [self._planned(target / name, stored) for name, stored in files.items()]
+                write_small_files(self._source, written, target, self._config)
 
 
-def _parts_of(tensor: SourceTensor, shards: Mapping[str, LocalShard]) -> list[LocalShard]:
+def _parts_of(shape: Shape, regions: Sequence[Region], shards: Mapping[str, LocalShard]) -> list[LocalShard]:
     """Return this rank's parts of a tensor that is written, one in each of its regions; ``shards``: of the model's.
 
     Raises:
         ValueError: the model holds them in several dtypes.
     """
-    dtypes = {region.name: shards[region.name].local.dtype for region in tensor.regions}
+    dtypes = {region.name: shards[region.name].local.dtype for region in regions}
     if len(set(dtypes.values())) > 1:
-        raise ValueError(f"tensor {tensor.name!r} is stored as one, and the model has several dtypes for it: {dtypes}")
-    return [region.part_of(shards[region.name], tensor.shape) for region in tensor.regions]
+        raise ValueError(
+            f"tensor {regions[0].stored!r} is stored as one, and the model has several dtypes for it: {dtypes}"
+        )
+    return [region.part_of(shards[region.name], shape) for region in regions]
+
+
+def _tensors_left(
+    model: Any, source: HfDirectory, layers: Sequence[int] | None
+) -> tuple[dict[str, tuple[Shape, list[Region]]], dict[str, Any] | None]:
+    """Return by their names in ``source`` the shapes of the tensors to write, and where they are in ``model``. Local.
+
+    Regions have the names under which tensors are written. Also the config of a model of other sizes than the source's.
+
+    Raises:
+        ValueError: the model lacks a tensor that ``source`` holds, or has another one, or its config makes others.
+        NotImplementedError: tensors are not stored under the numbers of their layers, or the form in which they are
+            stored does not go with the model's sizes.
+    """
+    state = model.state_dict(keep_vars=True)
+    # Of the config's own model: transformers does not know the classes of a sharded one.
+    regions = build_on_meta(source, torch.float32)[1]  # of whatever dtype
+    blocks = "" if layers is None else re.escape(decoder_blocks(model)[0][0].rpartition(".")[0])
+    numbers = {str(old): str(new) for new, old in enumerate(layers or ())}  # of layers, before and now
+    new_names: dict[str, str] = {}  # of the model's tensors that are left
+    stored_names: dict[str, str] = {}  # of the stored ones
+    for stored, parts in regions.items():
+        layer = re.match(rf"{blocks}\.(\d+)\.", parts[0].name) if blocks else None
+        if layer is None or layer[1] in numbers:
+            old, new = ("", "") if layer is None else (layer[1], numbers[layer[1]])
+            stored_names[stored] = _renumbered(stored, old, new)
+            new_names |= {region.name: _renumbered(region.name, old, new) for region in parts}
+    absent = [name for name in new_names.values() if name not in state]
+    if absent:
+        raise ValueError(f"the model has no {absent[:5]} ({len(absent)} in all), which {source.path} holds")
+    check_complete(state, source, new_names.values())
+    shapes = {old: tuple(state[name].shape) for old, name in new_names.items()}
+    if shapes == {name: extents(parts) for name, parts in regions_by_name(regions.values()).items()}:
+        return {stored: (source.tensors[stored][1].shape, parts) for stored, parts in regions.items()}, None
+    smaller = _model_of_config(model, state)
+    stored_shapes = {stored: shape for stored, shape in fitted(regions, shapes).items() if stored in stored_names}
+    now = model_regions(smaller, {stored_names[old]: shape for old, shape in stored_shapes.items()}, source.path)
+    check_tensors(smaller.state_dict(keep_vars=True), source, now)
+    tensors = {stored: (shape, now[stored_names[stored]]) for stored, shape in stored_shapes.items()}
+    return tensors, json.loads(model.config.to_json_string())
+
+
+def _model_of_config(model: Any, state: Mapping[str, torch.Tensor]) -> nn.Module:
+    """Return what the config of ``model`` makes, on the meta device, which has these tensors.
+
+    Raises:
+        ValueError: it makes others, or of other shapes.
+    """
+    made = build_like(model, copy.deepcopy(model.config))
+    shapes, wanted = ({name: list(t.shape) for name, t in tensors.items()} for tensors in (state, made.state_dict()))
+    for name in sorted(shapes.keys() | wanted.keys()):
+        if shapes.get(name) != wanted.get(name):
+            raise ValueError(
+                f"tensor {name!r} is {shapes.get(name)} in the model, and its config makes {wanted.get(name)}"
+            )
+    return made
+
+
+def _renumbered(name: str, old: str, new: str) -> str:
+    """Return the name of a tensor of layer ``old`` that is layer ``new`` now.
+
+    Raises:
+        NotImplementedError: the first number in ``name`` is not that of the layer.
+    """
+    if old == new:
+        return name
+    first = re.search(r"(?<![^.])\d+(?![^.])", name)
+    if first is None or first[0] != old:
+        raise NotImplementedError(f"tensor {name!r} of layer {old} is not named after it: layers cannot be removed")
+    return f"{name[: first.start()]}{new}{name[first.end() :]}"

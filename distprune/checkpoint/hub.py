@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -16,6 +15,7 @@ from distprune.checkpoint.optional_packages import import_extra
 from distprune.collectives.agree import together
 from distprune.collectives.communicator import Group, communicator
 from distprune.collectives.slow import work_together
+from distprune.formatting import cut
 
 _HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
 _NEEDED = ["*.safetensors", "config.json"]
@@ -52,11 +52,8 @@ def resolve_model(name: str, group: Group = None, *, log: Log = None) -> Path:
     if hub is None or exists:
         return path
     snapshots: list[Path] = []
-
-    def fetch() -> None:
-        snapshots.append(_snapshot(hub["id"], hub["revision"], log if comm.rank == 0 else None))
-
-    work_together(comm, fetch)
+    log = log if comm.rank == 0 else None
+    work_together(comm, lambda: snapshots.append(_snapshot(hub["id"], hub["revision"], log)))
     return snapshots[0]
 
 
@@ -71,20 +68,20 @@ def name_of_model(path: Path) -> str:
 def _snapshot(hub_id: str, revision: str | None, log: Log) -> Path:
     """Return the directory of the hub's model in the hub's cache; what is missing there is fetched. Local."""
     hub, constants = (import_extra(f"huggingface_hub{part}", "hf") for part in ("", ".constants"))
-    find = partial(hub.snapshot_download, hub_id, revision=revision, ignore_patterns=_NOT_FETCHED)
-    if not constants.HF_HUB_OFFLINE:
-        if log is not None:
-            log(f"fetching {hub_id} from the hub, or what its cache does not hold")
-        try:
-            find(allow_patterns=_FETCHED)
-        except Exception as error:
-            said = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_MESSAGE]
-            raise OSError(f"there is no directory {hub_id!r}, and the hub's model cannot be fetched: {said}") from error
+    offline = constants.HF_HUB_OFFLINE
+    if log is not None and not offline:
+        log(f"fetching {hub_id} from the hub, or what its cache does not hold")
+    wanted = _NEEDED if offline else _FETCHED
     try:
-        return Path(find(allow_patterns=_NEEDED, local_files_only=True))
-    except FileNotFoundError as error:
-        wanted = hub_id if revision is None else f"{hub_id} --revision {revision}"
-        raise FileNotFoundError(
-            f"there is no directory {hub_id!r}, and the hub's cache {constants.HF_HUB_CACHE} does not hold all "
-            f"of such a model: unset HF_HUB_OFFLINE, or fetch it where there is a network: hf download {wanted}"
-        ) from error
+        return Path(
+            hub.snapshot_download(hub_id, revision=revision, allow_patterns=wanted, ignore_patterns=_NOT_FETCHED)
+        )
+    except Exception as error:
+        if offline:
+            named = hub_id if revision is None else f"{hub_id} --revision {revision}"
+            raise FileNotFoundError(
+                f"there is no directory {hub_id!r}, and the hub's cache {constants.HF_HUB_CACHE} does not hold all "
+                f"of such a model: unset HF_HUB_OFFLINE, or fetch it where there is a network: hf download {named}"
+            ) from error
+        said = cut(f"{type(error).__name__}: {error}", _MAX_MESSAGE)
+        raise OSError(f"there is no directory {hub_id!r}, and the hub's model cannot be fetched: {said}") from error

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def inspect_directory(path: str | Path, *, progress: Progress = None) -> Inspect
     return InspectReport(str(directory.path), tuple(reports))
 
 
-def _prunable(directory: HfDirectory) -> dict[str, range] | None:
+def _prunable(directory: HfDirectory) -> dict[str, list[int]] | None:
     """Return by the names of the tensors that are pruned by default the dims along which their inputs are stored.
 
     None are of a tensor that is no known matrix. ``None``: the config does not fit the tensors.
@@ -113,26 +114,23 @@ def _prunable(directory: HfDirectory) -> dict[str, range] | None:
         found = find_stored(directory)
     except (NotImplementedError, ValueError, OSError):
         return None
-    inputs_of = {}
+    inputs_of: dict[str, list[int]] = {}
     for shard in found.found.shards:
-        try:
+        inputs = range(0)
+        with suppress(NotImplementedError, ValueError):
             matrix = matrix_of_weight(shard.module or nn.Module(), shard.attribute, shard.shape, shard.name)
-        except (NotImplementedError, ValueError):
-            inputs = range(0)
-        else:
             inputs = matrix.input_dims(shard.shape)
         for region in found.stored[shard.name]:
-            stored = [place for place, dim in enumerate(region.dims) if dim in inputs]
-            inputs_of[region.stored] = range(stored[0], stored[-1] + 1) if stored else range(0)
+            inputs_of[region.stored] = [place for place, dim in enumerate(region.dims) if dim in inputs]
     return inputs_of
 
 
-def _inspect_tensor(entry: TensorEntry, slices: Slices, prunable: Mapping[str, range] | None) -> TensorReport:
+def _inspect_tensor(entry: TensorEntry, slices: Slices, prunable: Mapping[str, Sequence[int]] | None) -> TensorReport:
     """Return what ``slices`` hold. ``prunable``: of tensors the dims of inputs, the last, or those before the last."""
-    inputs = (prunable or {}).get(entry.name, range(1, 2) if len(entry.shape) == 2 else range(0))
+    inputs = (prunable or {}).get(entry.name, [1] if len(entry.shape) == 2 else [])
     num_zeros, num_elements, num_in = 0, math.prod(entry.shape), math.prod(entry.shape[dim] for dim in inputs)
     possible = [(n, m) for n, m in PATTERNS if num_elements and num_in % m == 0]
-    is_transposed = 0 < inputs.stop < len(entry.shape)
+    is_transposed = bool(inputs) and inputs[-1] + 1 < len(entry.shape)
     for _, values in slices:  # which cut no group: see ROWS_TOGETHER
         is_zero = values == 0
         num_zeros += int(torch.count_nonzero(is_zero))

@@ -82,31 +82,24 @@ class Region(NamedTuple):
         """Return the region as all of a tensor ``name`` of its size."""
         return self._replace(name=name, bounds=tuple((0, stop - start) for start, stop in self.bounds))
 
-    def inside(self, geometry: Geometry, stored_shape: Sequence[int]) -> tuple[list[slice], Geometry]:
-        """Return which local indices of ``geometry``, of the model's tensor, are in the box, and what they are of the
-        stored one, of ``stored_shape``. Local."""
-        if geometry.local_numel == 0 or (box := within(geometry, self.bounds)).local_numel == 0:
-            return [], Geometry.nothing(stored_shape)
-        slices = []
-        for held, size, (start, _) in zip(geometry.dim_runs, box.local_shape, self.bounds, strict=True):
-            first = sum(max(min(high, start) - low, 0) for low, high in held)
-            slices.append(slice(first, first + size))
-        shifts = [first - self.bounds[dim][0] for dim, first in zip(self.dims, self.stored_start, strict=True)]
-        moved = (
-            tuple((low + shift, high + shift) for low, high in box.dim_runs[dim])
-            for dim, shift in zip(self.dims, shifts, strict=True)
-        )
-        return slices, Geometry(tuple(stored_shape), tuple(moved))
-
     def part_of(self, shard: LocalShard, stored_shape: Sequence[int]) -> LocalShard:
         """Return what ``shard``, of the model's tensor, holds of the stored one: a shard of that, and a view. Local."""
-        slices, geometry = self.inside(shard.geometry, stored_shape)
-        local = shard.local
-        if geometry.local_numel:
-            others = [dim for dim in range(local.ndim) if dim not in self.dims]  # of size 1
-            local = local[tuple(slices)].permute((*others, *self.dims))[(0,) * len(others)]
-        else:
+        box, local = within(shard.geometry, self.bounds), shard.local
+        if box.local_numel == 0:
+            geometry = Geometry.nothing(stored_shape)
             local = local.new_empty(geometry.local_shape)
+        else:
+            for dim, (held, size) in enumerate(zip(shard.geometry.dim_runs, box.local_shape, strict=True)):
+                start = self.bounds[dim][0]
+                local = local.narrow(dim, sum(max(min(high, start) - low, 0) for low, high in held), size)
+            others = [dim for dim in range(local.ndim) if dim not in self.dims]  # of size 1
+            local = local.permute((*others, *self.dims))[(0,) * len(others)]
+            shifts = [first - self.bounds[dim][0] for dim, first in zip(self.dims, self.stored_start, strict=True)]
+            runs = (
+                tuple((low + shift, high + shift) for low, high in box.dim_runs[dim])
+                for dim, shift in zip(self.dims, shifts, strict=True)
+            )
+            geometry = Geometry(tuple(stored_shape), tuple(runs))
         return dataclasses.replace(
             shard, name=self.stored, local=local, geometry=geometry, matrix=None, tensor=None, original_shape=None
         )

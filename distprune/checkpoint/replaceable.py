@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
+from distprune.checkpoint.disk import check_room
 from distprune.checkpoint.hf_directory import CONFIG_NAME, INDEX_NAME, read_index
 
 Inputs: TypeAlias = Sequence[str | Path]
@@ -82,8 +82,7 @@ def check_file(target: str | Path, *, overwrite: bool = False, inputs: Inputs = 
     if path.exists() and not (overwrite and path.is_file()):
         raise FileExistsError(f"{path} is there; name another output, or pass overwrite=True (--overwrite)")
     _check_writable(path, folder)
-    if num_bytes > (free := shutil.disk_usage(folder).free):
-        raise OSError(f"the output {path} takes {num_bytes:,} bytes, and its disk has {free:,} free")
+    check_room(folder, num_bytes)
     return path
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from distprune.checkpoint.hf_directory import CONFIG_NAME, HfDirectory, WeightFile, open_weights, read_json
+from distprune.checkpoint.hf_load import build_on_meta, check_config
 from distprune.checkpoint.naming import Regions
 from distprune.checkpoint.optional_packages import import_extra
-from distprune.checkpoint.pretrained import build_on_meta, check_config
 from distprune.checkpoint.regions import Region, regions_by_name
 from distprune.models.find_shards import Found, find_shards
 from distprune.models.named_model import model_of_names

@@ -19,7 +19,7 @@ import torch
 
 from distprune.checkpoint.disk import sync_file
 from distprune.checkpoint.hf_directory import TensorEntry, WeightFile, open_weights
-from distprune.checkpoint.output_files import header_of, planned
+from distprune.checkpoint.output_files import begin_file, planned
 from distprune.checkpoint.outputs import writing
 from distprune.collectives.agree import together
 from distprune.collectives.base import Communicator
@@ -48,12 +48,10 @@ def stored_slices(
         ValueError: a file is no safetensors file.
     """
     num_done, num_total = 0, sum(shard.local.nbytes for shard, _, _ in work)
-    by_file: dict[Path, list[tuple[LocalShard, TensorEntry]]] = {}
-    for shard, file, entry in work:
-        by_file.setdefault(file.path, []).append((shard, entry))
-    for path, of_file in by_file.items():
+    in_order = sorted(work, key=lambda stored: (stored[1].path, stored[2].start))
+    for path, of_file in itertools.groupby(in_order, key=lambda stored: stored[1].path):
         with open_weights(path) as handle:
-            for shard, entry in sorted(of_file, key=lambda pair: pair[1].start):
+            for shard, _, entry in of_file:
                 yield shard, entry, _parts(shard, entry, handle)
                 num_done += shard.local.nbytes
                 if progress is not None:
@@ -85,17 +83,16 @@ def _parts(shard: LocalShard, entry: TensorEntry, file: Any) -> Slices:
             local_start += len(rows)
 
 
-def write_shards(work: Sequence[Stored], progress: Progress = None) -> None:
-    """Write every shard of ``work``, by files, to its places. Local; raises as :func:`write_chunk`."""
-    num_done, num_total = 0, sum(shard.local.nbytes for shard, _, _ in work)
-    for path, of_file in itertools.groupby(work, key=lambda stored: stored[1].path):
-        with path.open("r+b", buffering=0) as handle:
-            for shard, _, entry in of_file:
-                for values, stretches in chunks_of(shard):
-                    write_chunk(handle.fileno(), entry, values, stretches)
-                    num_done += values.nbytes
-                    if progress is not None:
-                        progress(num_done, num_total)
+def write_shards(path: Path, parts: Sequence[tuple[LocalShard, TensorEntry]], progress: Progress = None) -> None:
+    """Write every shard of ``parts`` to its place in the file ``path``. Local; raises as :func:`write_chunk`."""
+    num_done, num_total = 0, sum(shard.local.nbytes for shard, _ in parts)
+    with path.open("r+b", buffering=0) as handle:
+        for shard, entry in parts:
+            for values, stretches in chunks_of(shard):
+                write_chunk(handle.fileno(), entry, values, stretches)
+                num_done += values.nbytes
+                if progress is not None:
+                    progress(num_done, num_total)
 
 
 def chunks_of(shard: LocalShard) -> Iterator[tuple[torch.Tensor, list[Stretch]]]:
@@ -167,18 +164,13 @@ def write_together(
     """
     with writing(target, comm, overwrite=overwrite, is_file=True) as staging:
         with together(comm):
-            whole = [
-                LocalShard(name, torch.empty(tuple(shape), dtype=dtype, device="meta"), Geometry.whole(shape))
-                for name, shape in shapes.items()
-            ]
-            file = planned(staging, whole)
+            file = planned(staging, [(name, dtype, shape) for name, shape in shapes.items()])
             places = {entry.name: entry for entry in file.tensors}
             if comm.rank == 0:
-                staging.write_bytes(header_of(file.tensors))
-                os.truncate(staging, file.tensors[-1].stop)
+                begin_file(file)
 
         def write() -> None:
-            write_shards([(part, file, places[part.name]) for part in parts])
+            write_shards(staging, [(part, places[part.name]) for part in parts])
             sync_file(staging)
 
         work_together(comm, write)

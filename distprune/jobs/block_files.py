@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from distprune.checkpoint.disk import check_room
 from distprune.checkpoint.hf_save import ModelWriter
-from distprune.checkpoint.output_files import check_room
 from distprune.collectives.agree import sum_together, together
 from distprune.jobs.files import JobFiles
 from distprune.jobs.run import Run

@@ -10,7 +10,7 @@ from torch import nn
 from typing_extensions import override
 
 from distprune.calibration.own_words import SELF
-from distprune.checkpoint.pretrained import load_tokenizer
+from distprune.checkpoint.hf_load import load_tokenizer
 from distprune.collectives.agree import together
 from distprune.jobs.files import JobFiles
 from distprune.jobs.options import CALIBRATION, METHOD, MOST, RUNNING, Job, ask, asked

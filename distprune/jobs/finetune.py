@@ -17,9 +17,9 @@ from distprune.calibration.batches import Batches, WindowBatches
 from distprune.calibration.data import check_fit
 from distprune.calibration.own_words import SELF
 from distprune.checkpoint.hf_directory import CONFIG_NAME, HfDirectory, open_together, read_json
+from distprune.checkpoint.hf_load import load_tokenizer
 from distprune.checkpoint.hub import resolve_model
 from distprune.checkpoint.output_lock import remove_tree
-from distprune.checkpoint.pretrained import load_tokenizer
 from distprune.collectives.agree import sum_together, together
 from distprune.jobs.files import STATE, JobFiles, open_files
 from distprune.jobs.masked_training import MaskedTraining

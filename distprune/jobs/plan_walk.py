@@ -13,8 +13,8 @@ from typing_extensions import override
 from distprune.calibration.data import load_samples
 from distprune.calibration.own_words import SELF
 from distprune.checkpoint.hf_directory import open_together
+from distprune.checkpoint.hf_load import build_on_meta, load_tokenizer
 from distprune.checkpoint.hub import resolve_model
-from distprune.checkpoint.pretrained import build_on_meta, load_tokenizer
 from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import communicator
 from distprune.formatting import one_line

@@ -19,11 +19,10 @@ from torch import nn
 from distprune.calibration.data import token_digest
 from distprune.checkpoint.disk import write_whole
 from distprune.checkpoint.hf_directory import HfDirectory, file_digest, open_together, sample_together
-from distprune.checkpoint.hf_load import load_model, mesh_of
+from distprune.checkpoint.hf_load import load_model, load_tokenizer, mesh_of
 from distprune.checkpoint.hf_save import save_model
 from distprune.checkpoint.hub import resolve_model
 from distprune.checkpoint.output_lock import locking
-from distprune.checkpoint.pretrained import load_tokenizer
 from distprune.checkpoint.replaceable import check_output
 from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import communicator

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from distprune.checkpoint.disk import partial_of, sync_file
+from distprune.checkpoint.disk import check_room, partial_of, sync_file
 from distprune.checkpoint.hf_directory import (
     CONFIG_NAME,
     HfDirectory,
@@ -26,7 +26,7 @@ from distprune.checkpoint.hf_directory import (
     read_weight_file,
 )
 from distprune.checkpoint.naming import different_values
-from distprune.checkpoint.output_files import begin_file, check_room, planned, write_small_files
+from distprune.checkpoint.output_files import begin_file, planned, write_small_files
 from distprune.checkpoint.regions import Region
 from distprune.checkpoint.stored_parameters import StoredParameters, find_stored, mapped_tensors
 from distprune.checkpoint.stored_slices import chunks_of, write_chunk
@@ -149,7 +149,7 @@ def _write(run: Run, files: JobFiles, writer: FileWriter) -> dict[str, list[int]
             totals[name] = [zeros + num_zeros, before + num_before]
     with together(run.comm):
         if run.comm.rank == 0:
-            write_small_files(run.directory, plans, target, is_indexed=run.directory.is_indexed)
+            write_small_files(run.directory, plans, target)
     return totals
 
 
@@ -180,8 +180,7 @@ class FileWriter:
     def plan(self, file: WeightFile, path: Path) -> WeightFile:
         """Return what is written to ``path`` of a ``file`` of the source. Local."""
         names = [entry.name for entry in file.tensors if entry.name in self.stored.parts]
-        whole = [LocalShard(name, self.values[name], Geometry.whole(self.values[name].shape)) for name in names]
-        return planned(path, whole)
+        return planned(path, [(name, self.values[name].dtype, self.values[name].shape) for name in names])
 
     def write(self, file: WeightFile, tell: Callable[[float], None]) -> dict[str, list[int]]:
         """Write ``file``, whole or not at all; return by parameter how many zeros are in it, and were.

@@ -91,9 +91,8 @@ def _reads_text(model: nn.Module, name: str) -> bool:
     """Return whether the innermost module around ``name`` that has a configuration is the model of text, as the
     configuration of transformers says.
     """
-    config: Any = getattr(model, "config", None)
     try:
-        kind = config.get_text_config(decoder=True).model_type
+        kind = text_config(model).model_type
     except (AttributeError, ValueError):  # it is none of transformers, or has several
         return True
     while name:

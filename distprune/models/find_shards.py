@@ -114,15 +114,15 @@ def find_shards(
             inside = why_no_weights([pattern], parameters, is_named=True)
             matches.append({held for held, reason in inside.items() if not reason})
         else:
-            matched = (held for held, names in parameters.names.items() if any(fnmatchcase(a, pattern) for a in names))
+            matched = (held for held, names in parameters.places.items() if any(fnmatchcase(a, pattern) for a in names))
             matches.append({*matched})
     wanted = {held for held, reason in reasons.items() if not reason}.union(*matches[: len(include)])
     wanted = wanted.difference(*matches[len(include) :])
     computed, shards = parametrized(bare), []
-    for held, (name, *_) in parameters.names.items():
-        (module, attribute), *others = parameters.places[held]
+    for held, places in parameters.places.items():
         if held not in wanted:
             continue
+        name, (module, attribute) = next(iter(places.items()))
         if isinstance(held, LocalShard):
             shard = held.having(name=name, module=module, attribute=attribute)
         elif is_held(held):
@@ -131,15 +131,15 @@ def find_shards(
             continue
         if (module, attribute) in computed:
             check_keeps_zeros(computed[module, attribute], name, tuple(held.shape), shard.local.dtype)
-        shards.append(shard.having(is_tied=True) if others else shard)
+        shards.append(shard.having(is_tied=len({*places.values()}) > 1))
     return Found(
         shards,
         [(pattern, len(matched)) for pattern, matched in zip((*include, *exclude), matches, strict=True)],
         not include,
         has_blocks,
-        sum(math.prod(held.shape) for held in parameters.names),
-        {alias: names[0] for names in parameters.names.values() for alias in names},
-        {parameters.names[held][0]: reason for held, reason in reasons.items() if reason},
+        sum(math.prod(held.shape) for held in parameters.places),
+        {alias: next(iter(names)) for names in parameters.places.values() for alias in names},
+        {next(iter(parameters.places[held])): reason for held, reason in reasons.items() if reason},
     )
 
 
@@ -151,15 +151,13 @@ def check_model(model: object) -> None:
     """
     if isinstance(model, nn.Module):
         return
-    way = ""
-    if isinstance(model, str | os.PathLike):
-        way = "; load it first: distprune.load(path)"
-    elif isinstance(model, Mapping):
-        way = "; load the state into its model first"
-    elif isinstance(model, torch.Tensor):
-        way = "; a tensor without a model is pruned by prune_shards, or by L1Unstructured(amount).prune(tensor)"
-    shown = f" {str(model)!r}" if isinstance(model, str | os.PathLike) else ""
-    raise TypeError(f"model takes a torch.nn.Module, not a {type(model).__name__}{shown}{way}")
+    ways: tuple[tuple[tuple[type, ...], str], ...] = (
+        ((str, os.PathLike), f" {str(model)!r}; load it first: distprune.load(path)"),
+        ((Mapping,), "; load the state into its model first"),
+        ((torch.Tensor,), "; a tensor alone is pruned by prune_shards, or by L1Unstructured(amount).prune(tensor)"),
+    )
+    way = next((way for kinds, way in ways if isinstance(model, kinds)), "")
+    raise TypeError(f"model takes a torch.nn.Module, not a {type(model).__name__}{way}")
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -129,12 +128,8 @@ def find_routers(
         by_module = {module: own_parameters(module) for module in root.modules()}
     routers: set[nn.Module] = set()
     experts: set[nn.Module] = set()
-    children: defaultdict[str, dict[str, nn.Module]] = defaultdict(dict)  # by the path of their parent
-    for path, module in root.named_modules():
-        parent, _, name = without_wrappers(path).rpartition(".")
-        if name:
-            children[parent][name] = module  # what is wrapped comes after its wrapper
-    for siblings in children.values():
+    for parent in root.modules():
+        siblings = {name: _bare(child) for name, child in parent.named_children()}
         for name, holder in siblings.items() if len(siblings) > 1 else ():
             if only_named and isinstance(holder, nn.ModuleList) and "expert" not in name:
                 continue
@@ -145,6 +140,12 @@ def find_routers(
                     routers.add(router)
                     experts.update(holder.modules())
     return routers, experts
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    """Return what ``module`` wraps, or itself."""
+    wrapped = next((child for name, child in module.named_children() if name in _WRAPPERS), None)
+    return module if wrapped is None else _bare(wrapped)
 
 
 def _num_experts(module: nn.Module, by_module: ByModule) -> int:

@@ -104,9 +104,7 @@ def find_all_units(model: nn.Module, kind: UnitKind) -> list[tuple[str, list[Uni
         except NotImplementedError as error:
             raise NotImplementedError(f"block {name!r}: {error}") from error
     if not any(units for _, units in found):
-        module = "MLP" if kind == "mlp" else "attention"
-        what = "experts" if kind == "experts" else f"{module} that this library knows"
-        raise NotImplementedError(f"no {kind} to remove: no block of {type(model).__name__} has {what}")
+        raise NotImplementedError(f"no {kind} to remove: no block of {type(model).__name__} has any that are known")
     return found
 
 
@@ -118,10 +116,6 @@ def _by_place(block: nn.Module) -> dict[str, list[LinearLayer]]:
         if linear.expert is not None:
             place = f"{place.rpartition('.')[0]}.{linear.expert}"
         found.setdefault(place, []).append(linear)
-    for linears in found.values():
-        if linears[0].expert is not None:
-            order = expert_weights(linears[0].module)
-            linears.sort(key=lambda linear: order.index(linear.parameter_name))
     return found
 
 
@@ -175,16 +169,14 @@ def _halves(module: Any, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     if apply_gate is None or size == 1:
         return channels, channels + size
     before = torch.ones(1, 2 * size, dtype=torch.float32, device="cpu")
-    is_changed = []
-    with torch.no_grad():
-        for other in (size, 1):  # the second row of channel 0: in the other half, or next to it
-            after = before.clone()
-            after[0, other] = 0.5
-            is_changed.append(torch.nonzero(apply_gate(after) - apply_gate(before))[:, 1].tolist() == [0])
-    if is_changed == [True, False]:
-        return channels, channels + size
-    if is_changed == [False, True]:
-        return 2 * channels, 2 * channels + 1
+    # The second row of channel 0 is in the other half, or next to the first.
+    for second, rows in ((size, (channels, channels + size)), (1, (2 * channels, 2 * channels + 1))):
+        after = before.clone()
+        after[0, second] = 0.5
+        with torch.no_grad():
+            changed = torch.nonzero(apply_gate(after) - apply_gate(before))[:, 1].tolist()
+        if changed == [0]:
+            return rows
     raise NotImplementedError(f"a {type(module).__name__} mixes gates and ups in an order this library does not know")
 
 
@@ -199,11 +191,6 @@ def _heads(path: str, module: nn.Module, linears: Sequence[LinearLayer], kind: U
     if len(others) != 1 or not (known == {"qkv_proj"} or (len(known) == 3 and {"q", "k", "v"} <= letters.keys())):
         if "Attention" not in type(module).__name__:
             return None  # Mamba's mixer, an indexer
-        if len(others) == len(linears) == 2 and linears[0].num_out > linears[1].num_in:
-            raise refused(
-                f"its heads, of hidden_size / num_heads features, are fused in {next(iter(by_name))!r}: no "
-                "configuration of its class has fewer heads of that size"
-            )
         raise refused(f"{', '.join(by_name)} are not q, k, v and out")
     (reader,) = others
     makers = [letters["q"]] if known == {"qkv_proj"} else [letters[letter] for letter in "qkv"]
@@ -234,15 +221,16 @@ def _heads(path: str, module: nn.Module, linears: Sequence[LinearLayer], kind: U
 
 
 def _experts(block: nn.Module) -> Iterator[Units]:
+    routers, routed = find_routers(block)
     for path, module in block.named_modules():
         parent_path = path.rpartition(".")[0]
         refused = _refusal(path, module)
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and find_routers(block)[1] & set(module):
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and routed & set(module):
             raise refused("it keeps each expert as a module of its own, not all in 3-D weights")
         if not (names := expert_weights(module)):
             continue
         num, parent = int(getattr(module, names[0]).shape[0]), block.get_submodule(parent_path)
-        found = find_routers(block)[0] & {*parent.modules()}
+        found = routers & {*parent.modules()}
         if len(found) != 1 or names == ("weight",):
             raise refused("its router is not known")
         (router,) = found

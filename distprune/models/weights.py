@@ -36,14 +36,13 @@ _ORIGINALS = ("original", "original0", "original1")
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of a model, each with its names and its places: modules, and the attribute in each.
+    """The parameters of a model: where each is, by name, and those of each module itself, by attribute.
 
-    ``by_module``: those of each module itself, by attribute. Attributes are called as before FSDP1 or a mask, and what
-    wraps a module is left out of names.
+    A tied one has several names. Attributes are called as before FSDP1 or a mask, and what wraps a module is left out
+    of names.
     """
 
-    names: dict[Held, list[str]]
-    places: dict[Held, list[Key]]
+    places: dict[Held, dict[str, Key]]
     by_module: dict[nn.Module, dict[str, Held]]
 
 
@@ -53,10 +52,9 @@ def list_parameters(model: nn.Module) -> Parameters:
     Raises:
         ValueError: one has no shape yet (lazy).
     """
-    parameters, flat_parts = Parameters({}, {}, {}), find_flat_parts(model)
+    parameters, flat_parts = Parameters({}, {}), find_flat_parts(model)
     for path, module in model.named_modules(remove_duplicate=False):
-        is_new = module not in parameters.by_module
-        if is_new:
+        if module not in parameters.by_module:
             here: dict[str, Held] = {}
             for name, parameter in module._parameters.items():
                 if parameter is not None and name != "_flat_param":
@@ -68,9 +66,7 @@ def list_parameters(model: nn.Module) -> Parameters:
             name = without_wrappers(f"{path}.{attribute}" if path else attribute)
             if not isinstance(held, LocalShard) and is_lazy(held):
                 raise ValueError(f"{name!r} of a {type(module).__name__} has no shape yet: run a forward first")
-            parameters.names.setdefault(held, []).append(name)
-            if is_new:
-                parameters.places.setdefault(held, []).append((module, attribute))
+            parameters.places.setdefault(held, {}).setdefault(name, (module, attribute))
     return parameters
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.checkpoint.pretrained import build_like
+from distprune.checkpoint.hf_load import build_like
 
 Shape = tuple[int, ...]
 Rename = Callable[[str], str | None]

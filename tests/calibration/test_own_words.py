@@ -15,8 +15,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from distprune import allocate, own_words, prune_blocks, shrink_model
 from distprune.calibration.openings import BEGINNINGS, chat_opening, texts_of
-from distprune.checkpoint.hf_load import load_model
-from distprune.checkpoint.pretrained import load_tokenizer
+from distprune.checkpoint.hf_load import load_model, load_tokenizer
 from distprune.models.decoder_blocks import decoder_blocks
 from tests.architectures import ONE_SHOT_ARCHITECTURES, VOCABULARY, samples, tiny_model
 from tests.hf_models import make_model, make_tokenizer

@@ -19,7 +19,6 @@ NORM = "model.norm.weight"  # a tensor
 
 def test_describes_single_file(tmp_path: Path) -> None:
     directory = open_directory(make_model(tmp_path))
-    assert not directory.is_indexed
     (file,) = directory.weight_files
     assert file.path.stat().st_size == file.tensors[-1].stop
     assert {path.name for path in directory.small_files} == {"config.json", "generation_config.json"}
@@ -27,7 +26,6 @@ def test_describes_single_file(tmp_path: Path) -> None:
 
 def test_describes_several_files(tmp_path: Path) -> None:
     directory = open_directory(make_model(tmp_path, max_shard_size="10KB"))
-    assert directory.is_indexed
     assert len(directory.weight_files) > 1
     index = json.loads((tmp_path / INDEX).read_text())
     assert {name: file.path.name for name, (file, _) in directory.tensors.items()} == index["weight_map"]

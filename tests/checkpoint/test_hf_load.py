@@ -140,7 +140,7 @@ def shortened(tensors: dict[str, torch.Tensor], *names: str) -> None:
         ),
         (
             lambda tensors: tensors.update({LAST[1]: tensors[LAST[1]].bfloat16()}),
-            rf"'{EXPERT}.0.w2.weight' and '{LAST[1]}' .* as torch.float32 and torch.bfloat16: say which",
+            rf"'{LAST[1]}' and '{EXPERT}.0.w2.weight' .* as torch.bfloat16 and torch.float32: say which",
         ),
         (
             lambda tensors: tensors.update({f"{EXPERT}.9.w1.weight".replace("1.block", "7.block"): torch.zeros(2)}),

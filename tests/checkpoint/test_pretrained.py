@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from distprune.checkpoint.hf_directory import open_directory
-from distprune.checkpoint.pretrained import build_on_meta, compute_buffers
+from distprune.checkpoint.hf_load import build_on_meta, compute_buffers
 from tests.hf_models import make_model
 
 

@@ -14,9 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from distprune.checkpoint.hf_directory import open_directory
-from distprune.checkpoint.hf_load import load_model
+from distprune.checkpoint.hf_load import build_on_meta, load_model, load_tokenizer
 from distprune.checkpoint.inspect import inspect_directory
-from distprune.checkpoint.pretrained import build_on_meta, load_tokenizer
 from tests.hf_models import make_model, make_tokenizer
 from tests.sampling import only_whole
 from tests.worlds import run_threads

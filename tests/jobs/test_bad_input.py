@@ -158,7 +158,7 @@ def run_with_little_room(rank: int, job: OneShotJob) -> str:
 def test_a_disk_that_is_too_small(pool: ProcessPool, job: OneShotJob) -> None:
     for error in pool.run(2, run_with_little_room, job):
         assert error.startswith("OSError: ")
-        assert "has 1000 bytes free, the model needs" in error
+        assert "has 1,000 bytes free, and" in error
     assert list(Path(job.output).parent.iterdir()) == []
 
 

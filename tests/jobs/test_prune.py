@@ -159,7 +159,7 @@ def test_replaces_only_when_told_to(job: PruneJob, tmp_path: Path) -> None:
 
 def test_full_disk_leaves_nothing(job: PruneJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(OSError, match="1000 bytes free"):
+    with pytest.raises(OSError, match="1,000 bytes free"):
         run_prune_job(job)
     assert list(tmp_path.iterdir()) == []
 

@@ -31,25 +31,12 @@ _IMAGES = {**_SIZES, "image_size": 16, "patch_size": 8}
 
 
 def whisper() -> Any:
-    return WhisperForConditionalGeneration(
-        WhisperConfig(
-            vocab_size=97,
-            num_mel_bins=8,
-            d_model=16,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=2,
-            decoder_attention_heads=2,
-            encoder_ffn_dim=32,
-            decoder_ffn_dim=32,
-            max_source_positions=20,
-            max_target_positions=20,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=1,
-        )
-    )
+    sizes = {f"{side}_{size}": 2 for side in ("encoder", "decoder") for size in ("layers", "attention_heads")}
+    sizes |= {f"{side}_ffn_dim": 32 for side in ("encoder", "decoder")}
+    sizes |= {f"max_{of}_positions": 20 for of in ("source", "target")}
+    tokens = {f"{kind}_token_id": number for number, kind in enumerate(("pad", "bos", "eos", "decoder_start"))}
+    config = WhisperConfig(vocab_size=97, num_mel_bins=8, d_model=16, **sizes, **tokens | {"decoder_start_token_id": 1})
+    return WhisperForConditionalGeneration(config)
 
 
 def blip2() -> Any:

@@ -134,7 +134,7 @@ QKV = {"q": nn.Linear(6, 8), "k": nn.Linear(6, 4), "v": nn.Linear(6, 4), "out": 
 @pytest.mark.parametrize(
     ("kind", "block", "message"),
     [
-        ("heads", attention(c_attn=nn.Linear(6, 24), c_proj=nn.Linear(8, 6)), "are fused in 'c_attn'"),
+        ("heads", attention(c_attn=nn.Linear(6, 24), c_proj=nn.Linear(8, 6)), "c_attn, c_proj are not q, k, v and out"),
         ("kv_groups", attention(**QKV, gate=nn.Linear(6, 8)), "q, k, v, out, gate are not q, k, v and out"),
         ("heads", attention(**{**QKV, "q": nn.Linear(6, 16)}), "heads of 4 do not make up .*q 6 to 16"),
         ("heads", attention(**QKV, q_norm=nn.LayerNorm(8)), "'q_norm.weight' of shape \\(8,\\) belongs to all heads"),
@@ -193,7 +193,7 @@ def test_mixers_are_no_mlp_and_no_attention() -> None:
 def test_kinds_are_named() -> None:
     with pytest.raises(ValueError, match="one of mlp, heads, kv_groups, experts, not 'rows'"):
         find_units(nn.Module(), "rows")  # type: ignore[arg-type]
-    with pytest.raises(NotImplementedError, match="no experts to remove: no block of LlamaForCausalLM has experts"):
+    with pytest.raises(NotImplementedError, match="no experts to remove: no block of LlamaForCausalLM has any"):
         find_all_units(tiny_model("llama"), "experts")
     with pytest.raises(NotImplementedError, match=r"block 'transformer.h.0': units of 'attn', a GPT2Attention"):
         find_all_units(tiny_model("gpt2"), "heads")
