@@ -20,6 +20,7 @@ from distprune.checkpoint.output_files import header_of, planned
 from distprune.checkpoint.regions import Region
 from distprune.checkpoint.stored_parameters import find_stored, mapped_tensors
 from distprune.jobs.streamed import FileWriter
+from distprune.pruning.agreement import NamedWeights
 from distprune.pruning.prune_model import Request
 from distprune.pruning.streamed import StreamedPruning
 from tests.fake_ranks import EqualRanks
@@ -72,7 +73,7 @@ def plan_to_stream(model: nn.Module, comm: EqualRanks) -> int:
     stored = find_stored(directory, include="*")
     files: Any = SimpleNamespace(comm=comm)
     with mapped_tensors(directory.weight_files) as tensors:
-        request = Request(stored.found, None, "magnitude", "2:4", None, 0, None)
+        request = Request(NamedWeights(stored.found), None, "magnitude", "2:4", None, 0, None)
         pruning = StreamedPruning(comm, request, stored.values(tensors))
         writer = FileWriter(files, directory, stored, pruning, tensors)
         plans = [writer.plan(file, file.path) for file in directory.weight_files]

@@ -24,11 +24,11 @@ from distprune.checkpoint.hf_save import save_model
 from distprune.checkpoint.stored_parameters import StoredParameters, find_stored, mapped_tensors
 from distprune.collectives.agree import sum_together, together
 from distprune.collectives.communicator import communicator
-from distprune.evaluation import perplexity
 from distprune.jobs import PruneJob, run_prune_job
 from distprune.jobs.files import JobFiles
 from distprune.jobs.streamed import FileWriter
 from distprune.oneshot.prune_blocks import prune_blocks
+from distprune.pruning.agreement import NamedWeights
 from distprune.pruning.prune_model import Request
 from distprune.pruning.streamed import StreamedPruning
 from tests.decoder import Decoder, decoder
@@ -169,7 +169,7 @@ def streamed(_: int, folder: Path) -> Called:
     """The weights of a checkpoint, pruned from file to file."""
     directory, stored, tensors = checkpoint(folder)
     files = JobFiles(communicator(), folder, {})
-    request = Request(stored.found, None, "magnitude", "2:4", None, 0, None)
+    request = Request(NamedWeights(stored.found), None, "magnitude", "2:4", None, 0, None)
 
     def call() -> None:
         with together(files.comm):
@@ -186,7 +186,7 @@ def streamed(_: int, folder: Path) -> Called:
 
 def evaluated(*_: object) -> Called:
     model = language()
-    return model, lambda: perplexity(model, TOKENS.flatten(), sequence_length=6, progress=lambda *_: None)
+    return model, lambda: prune.perplexity(model, TOKENS.flatten(), sequence_length=6, progress=lambda *_: None)
 
 
 def trained(call: Callable[[nn.Module, torch.optim.Optimizer], Callable[[], object]]) -> Make:

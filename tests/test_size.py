@@ -22,12 +22,12 @@ LINES = {
     "models": (898, 690),
     "oneshot": (1979, 1440),
     "patterns": (1548, 690),
-    "pruning": (1445, 960),
+    "pruning": (1444, 960),
     "removal": (1675, 1160),
     "scores": (398, 350),
     "selection": (503, 520),
     "shards": (1175, 1030),
-    "training": (1568, 1030),
+    "training": (1536, 1030),
 }
 
 

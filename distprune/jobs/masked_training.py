@@ -28,12 +28,11 @@ from distprune.collectives.agree import together
 from distprune.collectives.base import Communicator, out_of_step
 from distprune.collectives.communicator import ProcessGroup
 from distprune.models.evaluating import evaluating
-from distprune.pruning.agreement import agree_on_model
+from distprune.pruning.agreement import NamedWeights, sum_zeros
 from distprune.shards.checksum import checksum
 from distprune.shards.layouts import local_of
 from distprune.shards.local_shard import LocalShard, bits_of
 from distprune.training.hold import Hold, hold_zeros
-from distprune.training.natural_zeros import num_zeros
 
 _FILE_BYTES = 1 << 30  # of all ranks together: a rank has its part of a file in memory twice
 _BETAS = (0.9, 0.95)
@@ -54,13 +53,13 @@ class MaskedTraining:
         self, comm: Communicator, model: nn.Module, teacher: nn.Module | None, compute_dtype: torch.dtype
     ) -> None:
         self._comm, self.model, self._teacher, self._compute_dtype = comm, model, teacher, compute_dtype
-        agreed = agree_on_model(comm, model, "*", ())
+        agreed = NamedWeights(model, "*").agree(comm)
 
         def look() -> Mapping[str, torch.Tensor]:
             self._shards = agreed.shards()
             return {shard.name: shard.local for shard in self._shards if shard.owned}
 
-        num_of = num_zeros(comm, agreed.roster, look)
+        num_of = sum_zeros(comm, agreed.roster, look)
         numel_of = {member.name: math.prod(member.global_shape) for member in agreed.roster.members}
         self.num_zeros, self.num_elements = sum(num_of.values()), sum(numel_of.values())
         dead = [name for name, num in num_of.items() if num == numel_of[name]]

@@ -39,6 +39,7 @@ from distprune.jobs.report import JobReport
 from distprune.jobs.run import Run
 from distprune.jobs.watcher import Watcher
 from distprune.oneshot.report import clock
+from distprune.pruning.agreement import NamedWeights
 from distprune.pruning.prune_model import Request
 from distprune.pruning.report import PruneReport
 from distprune.pruning.streamed import StreamedPruning
@@ -98,9 +99,8 @@ def run_streamed_job(
         FileExistsError: on every rank: an unfinished job is there without ``resume``, or with it a finished one.
     """
     run = Run(job, group, "cpu", watcher)
-    comm = run.comm
     with run.locked(), ExitStack() as opened:
-        with together(comm):
+        with together(run.comm):
             tensors = opened.enter_context(mapped_tensors(run.directory.weight_files))
             stored = find_stored(run.directory, job.include, job.exclude)
             values = stored.values(tensors)
@@ -110,8 +110,8 @@ def run_streamed_job(
         with open_files(run, job, sync=job.sync_files) as files:
             run.reporter.say("choosing what is pruned")
             with clock(run.seconds, "choose"):
-                asked = (job.sparsity, job.method, job.pattern, job.scope, job.seed, None, job.include, job.exclude)
-                pruning = StreamedPruning(comm, Request(stored.found, *asked), values)
+                asked = (job.sparsity, job.method, job.pattern, job.scope, job.seed)
+                pruning = StreamedPruning(run.comm, Request(NamedWeights(stored.found), *asked), values)
             with clock(run.seconds, "write"):
                 counts = _write(run, files, FileWriter(files, run.directory, stored, pruning, tensors))
             return run.report(files.result, {}, {}, pruning.report([counts[name] for name in pruning.names]))

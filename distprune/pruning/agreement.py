@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ from distprune.selection.radix import raise_nans
 from distprune.shards.checksum import checksum
 from distprune.shards.device import fetched
 from distprune.shards.layouts import is_laid_out_like, local_of, local_part
-from distprune.shards.local_shard import LocalShard
+from distprune.shards.local_shard import LocalShard, count_zeros
 from distprune.shards.parameter_range import gradients_of
 
 Facts = Mapping[str, object]
@@ -130,28 +131,65 @@ def agreeing(comm: Communicator) -> Iterator[Agreed]:
     agreed.found = dataclasses.replace(found, patterns=patterns, shards=[] if leaves_out else found.shards)
 
 
-def agree_on_model(
-    comm: Communicator,
-    model: nn.Module,
-    include: NamePattern | Sequence[NamePattern],
-    exclude: NamePattern | Sequence[NamePattern],
-    look: Callable[[], object] = lambda: None,
-) -> Agreed:
-    """Return what all ranks agree on about the parameters of ``model``: see :func:`agreeing`.
+@dataclass(frozen=True)
+class NamedWeights:
+    """The parameters of ``model`` that ``include`` and ``exclude`` mean: see :func:`find_shards`.
 
-    ``look`` is local. What it raises is raised on all ranks, and what it returns all ranks must return alike.
-
-    Raises:
-        ValueError: on every rank: ranks disagree, or there is nothing to prune.
+    In the place of a model there may be what was found in one, or shards that a caller spread by hand.
     """
-    with agreeing(comm) as agreed:
-        agreed.found = find_shards(model, include, exclude)
-        agreed.facts = {"include": all_shown(include), "exclude": all_shown(exclude), "arguments": repr(look())}
-    agreed.check_found()
-    return agreed
+
+    model: Any  # nn.Module | Found | Sequence[LocalShard]
+    include: NamePattern | Sequence[NamePattern] = ()
+    exclude: NamePattern | Sequence[NamePattern] = ()
+
+    def find(self) -> Found:
+        """Return this rank's parts of them. Local; raises as :func:`find_shards` does."""
+        if isinstance(self.model, Found):
+            return self.model
+        if isinstance(self.model, Sequence) and all(isinstance(shard, LocalShard) for shard in self.model):
+            return Found([*self.model], names={shard.name: shard.name for shard in self.model})
+        return find_shards(self.model, self.include, self.exclude)  # which says what it takes
+
+    def find_for(self, pattern: Pattern) -> Found:
+        """Return this rank's parts of them, as ``pattern`` needs them. Local; raises as :func:`fitted`, too."""
+        found = self.find()
+        return dataclasses.replace(found, shards=[fitted(pattern, shard, shard.name) for shard in found.shards])
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What all ranks must state alike of them."""
+        return {"include": _all_shown(self.include), "exclude": _all_shown(self.exclude)}
+
+    def agree(self, comm: Communicator, look: Callable[[], object] = lambda: None) -> Agreed:
+        """Return what all ranks agree on about them: see :func:`agreeing`.
+
+        ``look`` is local. What it raises is raised on all ranks, and what it returns all ranks must return alike.
+
+        Raises:
+            ValueError: on every rank: ranks disagree, or there is nothing to prune.
+        """
+        with agreeing(comm) as agreed:
+            agreed.found = self.find()
+            agreed.facts = {**self.facts, "arguments": repr(look())}
+        agreed.check_found()
+        return agreed
 
 
-def all_shown(patterns: NamePattern | Sequence[NamePattern]) -> list[str]:
+def sum_zeros(comm: Communicator, roster: Roster, owned: Callable[[], Mapping[str, torch.Tensor]]) -> dict[str, int]:
+    """Return how many elements of each parameter are zero, over all ranks: ``owned`` returns this rank's, by name.
+
+    Every rank must call it: one round of 8 bytes a parameter.
+    """
+
+    def fill(num_zeros: torch.Tensor) -> None:
+        tensors, index = owned(), roster.index()
+        for name, num in zip(tensors, count_zeros([*tensors.values()]), strict=True):
+            num_zeros[index[name]] = num
+
+    return dict(zip(roster.index(), sum_together(comm, (len(roster.members),), fill).tolist(), strict=True))
+
+
+def _all_shown(patterns: NamePattern | Sequence[NamePattern]) -> list[str]:
     """Return how ranks compare name patterns."""
     return [*map(_shown, [patterns] if isinstance(patterns, str | nn.Module) else patterns)]
 

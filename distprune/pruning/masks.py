@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from distprune.checkpoint.hf_directory import read_weight_file
 from distprune.checkpoint.stored_slices import fill_from_file, write_together
-from distprune.collectives.agree import max_together, sum_together, together
+from distprune.collectives.agree import max_together, together
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Alone, Group, communicator
 from distprune.collectives.roster import Roster
@@ -25,13 +25,13 @@ from distprune.formatting import one_line, share
 from distprune.masks.in_place import zero_where_pruned
 from distprune.models.find_shards import NamePattern, is_sharded
 from distprune.patterns.census import check_parts
-from distprune.pruning.agreement import agree_on_model
+from distprune.pruning.agreement import NamedWeights, sum_zeros
 from distprune.pruning.present import present, values_now
 from distprune.pruning.torch_api.functions import put_masks
 from distprune.shards.device import own_settings
 from distprune.shards.fsdp2 import Fsdp2Params
 from distprune.shards.layouts import dtensor_like, is_laid_out_like, local_of
-from distprune.shards.local_shard import LocalShard, count_zeros
+from distprune.shards.local_shard import LocalShard
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Masks(Mapping[str, torch.Tensor]):
             ValueError: on every rank: arguments that differ between ranks, or a name pattern that matches nothing.
             NotImplementedError: on every rank: a ``Partial`` placement.
         """
-        agreed = agree_on_model(communicator(group), model, include, exclude)
+        agreed = NamedWeights(model, include, exclude).agree(communicator(group))
         return cls._made(agreed.comm, agreed.roster, agreed.shards, present)
 
     @classmethod
@@ -153,7 +153,7 @@ class Masks(Mapping[str, torch.Tensor]):
 
     def __invert__(self) -> Masks:
         """Return what these prune. Local."""
-        return Masks(self._comm, self._roster, self._held(), [~mask for mask in self._local.values()])
+        return Masks(self._comm, self._roster, [*self._shards.values()], [~mask for mask in self._local.values()])
 
     def _combined(self, other: Masks, combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Masks:
         def held() -> list[LocalShard]:
@@ -161,7 +161,7 @@ class Masks(Mapping[str, torch.Tensor]):
                 raise TypeError(f"masks are combined with masks, not with a {type(other).__name__}")
             if unlike := self._unlike(other):
                 raise ValueError(unlike)
-            return self._held()
+            return [*self._shards.values()]
 
         def combined(shard: LocalShard) -> torch.Tensor:
             return combine(self._local[shard.name], other._local[shard.name])
@@ -190,9 +190,8 @@ class Masks(Mapping[str, torch.Tensor]):
             ValueError: on every rank: masks of other parameters, or laid out otherwise.
         """
         in_both, in_either = (self | other)._num_pruned(), (self & other)._num_pruned()
-        shares = [num / num_either if num_either else 1.0 for num, num_either in zip(in_both, in_either, strict=True)]
-        total = sum(in_both) / sum(in_either) if any(in_either) else 1.0
-        return Overlap(total, dict(zip(self._roster.index(), shares, strict=True)))
+        total = sum(in_both.values()) / sum(in_either.values()) if any(in_either.values()) else 1.0
+        return Overlap(total, {name: in_both[name] / num if num else 1.0 for name, num in in_either.items()})
 
     def equal(self, other: Masks) -> bool:
         """Return whether both keep the same of the same parameters, laid out alike.
@@ -220,9 +219,6 @@ class Masks(Mapping[str, torch.Tensor]):
     def _whole_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         return [(member.name, member.global_shape) for member in self._roster.members]  # over all ranks
 
-    def _held(self) -> list[LocalShard]:
-        return [*self._shards.values()]
-
     @overload
     def sparsity(self) -> float: ...
 
@@ -237,26 +233,21 @@ class Masks(Mapping[str, torch.Tensor]):
         Raises:
             ValueError: on every rank: another ``by``.
         """
-
         num_pruned = self._num_pruned(by)
         numels = {member.name: math.prod(member.global_shape) for member in self._roster.members}
         if by is None:
-            return sum(num_pruned) / max(sum(numels.values()), 1)
-        return {name: num / max(numel, 1) for (name, numel), num in zip(numels.items(), num_pruned, strict=True)}
+            return sum(num_pruned.values()) / max(sum(numels.values()), 1)
+        return {name: num_pruned[name] / max(numel, 1) for name, numel in numels.items()}
 
-    def _num_pruned(self, by: str | None = None) -> list[int]:
+    def _num_pruned(self, by: str | None = None) -> dict[str, int]:
         """Return how many elements of each parameter are pruned, over all ranks. Every rank must call it."""
 
-        def fill(num_pruned: torch.Tensor) -> None:
+        def owned() -> dict[str, torch.Tensor]:
             if by not in (None, "name"):
                 raise ValueError(f"by={by!r} is neither 'name' nor None")
-            place = self._roster.index()
-            owned = {name: mask for name, mask in self._local.items() if self._shards[name].owned}
-            for name, num in zip(owned, count_zeros([*owned.values()]), strict=True):
-                num_pruned[place[name]] = num
+            return {name: mask for name, mask in self._local.items() if self._shards[name].owned}
 
-        counts: list[int] = sum_together(self._comm, (len(self._roster.members),), fill).tolist()
-        return counts
+        return sum_zeros(self._comm, self._roster, owned)
 
     @own_settings()
     def apply_(self) -> None:
@@ -323,7 +314,7 @@ class Masks(Mapping[str, torch.Tensor]):
                 raise FileNotFoundError(f"there is no file of masks {path}")
             file = read_weight_file(Path(path))
             names = [glob.escape(entry.name) for entry in file.tensors]
-        agreed = agree_on_model(comm, model, names, (), lambda: file.tensors)
+        agreed = NamedWeights(model, names).agree(comm, lambda: file.tensors)
 
         def read() -> Sequence[LocalShard]:
             held = agreed.shards()
@@ -368,7 +359,7 @@ class Masks(Mapping[str, torch.Tensor]):
                 raise ValueError(f"the mask of {shard.name!r} must be {_described(now)}, not {_described(mask)}")
             return local_of(mask).to(now.device).reshape(shard.geometry.local_shape).clone()
 
-        self._local = self._made(self._comm, self._roster, self._held, taken)._local
+        self._local = self._made(self._comm, self._roster, lambda: [*self._shards.values()], taken)._local
 
 
 def sparsity(

@@ -16,16 +16,15 @@ from torch import nn
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Group, communicator
 from distprune.hints import with_hints
-from distprune.models.find_shards import Found, NamePattern, find_shards
+from distprune.models.find_shards import NamePattern
 from distprune.patterns.as_pattern import as_pattern
 from distprune.patterns.base import Pattern, Ranked, Scope
 from distprune.pruning.agreement import (
     GivenEvidence,
+    NamedWeights,
     agreeing,
-    all_shown,
     checksums,
     choose_masks,
-    fitted,
     given_by_name,
     local_evidence,
     with_seed,
@@ -126,8 +125,8 @@ def prune_model(
             parameter of three dims or more whose input dims are not known.
         Exception: on every rank: what a score of your own raised on one.
     """
-    request = Request(model, sparsity, score, pattern, scope, seed, evidence, include, exclude)
-    return prune_requested(group, request)
+    weights = NamedWeights(model, include, exclude)
+    return prune_requested(group, Request(weights, sparsity, score, pattern, scope, seed, evidence))
 
 
 @with_hints
@@ -156,8 +155,7 @@ def prune_shards(
     shards in the same order. Communication and errors are those of :func:`prune_model`. Patterns take dim 0 as the
     rows, unless the shard's ``matrix`` says otherwise.
     """
-    request = Request(shards, sparsity, score, pattern, scope, seed, evidence)
-    return prune_requested(group, request)
+    return prune_requested(group, Request(NamedWeights(shards), sparsity, score, pattern, scope, seed, evidence))
 
 
 @with_hints
@@ -184,42 +182,30 @@ def compute_masks(
 
     Arguments, who must call it, rounds and errors: as :func:`prune_model`.
     """
-    request = Request(model, sparsity, score, pattern, scope, seed, evidence, include, exclude)
-    choosing = Choosing(communicator(group), request)
+    weights = NamedWeights(model, include, exclude)
+    choosing = Choosing(communicator(group), Request(weights, sparsity, score, pattern, scope, seed, evidence))
     masks, _ = choose_masks(choosing.ranked, choosing.choice)
-    shards = choosing.ranked.shards()
-    return Masks(choosing.ranked.comm, choosing.ranked.roster, shards, masks)
+    return Masks(choosing.ranked.comm, choosing.ranked.roster, choosing.ranked.shards(), masks)
 
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of a call. ``of``: the model, what was found in one, or shards that a caller spread by hand."""
+    """The arguments of a call."""
 
-    of: nn.Module | Sequence[LocalShard] | Found
+    weights: NamedWeights
     sparsity: float | Mapping[str, float] | None
     score: ScoreLike
     pattern: Pattern | str
     scope: Scope | None
     seed: int | None
-    evidence: GivenEvidence | None
-    include: NamePattern | Sequence[NamePattern] = ()
-    exclude: NamePattern | Sequence[NamePattern] = ()
+    evidence: GivenEvidence | None = None
     local_evidence: Mapping[str, Evidence] = field(default_factory=dict)  # by parameter, of local shape
-
-    def find(self) -> Found:
-        """Return this rank's parameters. Local."""
-        if isinstance(self.of, Found):
-            return self.of
-        if isinstance(self.of, Sequence) and all(isinstance(shard, LocalShard) for shard in self.of):
-            return Found([*self.of], names={shard.name: shard.name for shard in self.of})
-        return find_shards(self.of, self.include, self.exclude)  # type: ignore[arg-type]  # which says what it takes
 
     def facts(self) -> dict[str, object]:
         """Return what all ranks must agree on, as it is shown when they do not."""
         score = self.score if isinstance(self.score, str | Score) else getattr(self.score, "__qualname__", "function")
         told = {name: repr(getattr(self, name)) for name in ("sparsity", "pattern", "scope", "seed")}
-        names = {"include": all_shown(self.include), "exclude": all_shown(self.exclude)}
-        return {**told, **names, "score": repr(score), "evidence": sorted(self.evidence or ())}
+        return {**told, **self.weights.facts, "score": repr(score), "evidence": sorted(self.evidence or ())}
 
 
 @_collector_paused()
@@ -245,20 +231,20 @@ class Choosing:
         with agreeing(comm) as agreed:
             agreed.score = with_seed(as_score(request.score), request.seed)
             pattern = as_pattern(request.pattern, request.sparsity, request.scope)
-            found = request.find()
+            found = request.weights.find_for(pattern)
             if request.evidence is not None:
                 given = given_by_name(request.evidence, found)
                 found = dataclasses.replace(found, evidence=checksums(given, found.shards))
-            shards = [fitted(pattern, shard, shard.name) for shard in found.shards]
-            shards = shards if shard_of is None else [shard_of(pattern, shard) for shard in shards]
-            agreed.found, agreed.facts = dataclasses.replace(found, shards=shards), request.facts()
+            if shard_of is not None:
+                found = dataclasses.replace(found, shards=[shard_of(pattern, shard) for shard in found.shards])
+            agreed.found, agreed.facts = found, request.facts()
         agreed.check_found()
 
         # Not a method, which would keep all of the call, and the model, until Python looks for cycles.
         def make_scores() -> list[LocalScores]:
             shards, evidence = agreed.shards(), request.local_evidence
             if given or agreed.score.needs:
-                model = request.of if isinstance(request.of, nn.Module) else None
+                model = request.weights.model if isinstance(request.weights.model, nn.Module) else None
                 evidence = local_evidence(agreed, shards, given, evidence, model)
             return local_scores(agreed.score, shards, evidence, zeros_are_gone=True)
 

@@ -25,7 +25,7 @@ class StreamedPruning:
 
     Every rank of ``comm`` must make one, with the same files. Each has an even share of every parameter, which cuts no
     row, group or block that is decided together, so no weight and no score travels. Communicates as ``prune_model``,
-    which says what ``request`` may ask for and what is raised; ``request.of`` was found on the meta device.
+    which says what ``request`` may ask for and what is raised; ``request.weights`` were found on the meta device.
 
     What is read to choose: nothing where groups and rows are decided by themselves. Where elements compete, all of it
     twice, as ``select_lowest`` does, and once more where many tie (16-bit weights do); blocks and channels, twice.

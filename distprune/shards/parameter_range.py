@@ -60,12 +60,13 @@ def _range_of(shard: LocalShard, parameters: Sequence[torch.Tensor]) -> Paramete
 def gradients_of(shards: Sequence[LocalShard], parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
     """Return the gradient of each of ``shards``, of local shape; ``None`` if there is none that is reduced. Local."""
     ranges = ranges_of(shards, parameters)
-    return [_gradient_of(shard, where) for shard, where in zip(shards, ranges, strict=True)]
+    return [
+        gradient_of(where) if shard.local.numel() else shard.local for shard, where in zip(shards, ranges, strict=True)
+    ]
 
 
-def _gradient_of(shard: LocalShard, where: ParameterRange | None) -> torch.Tensor | None:
-    if shard.local.numel() == 0:
-        return shard.local
+def gradient_of(where: ParameterRange | None) -> torch.Tensor | None:
+    """Return the gradient in a range, detached; ``None`` if there is none that is reduced, or it is sparse. Local."""
     gradient = None if where is None else where.parameter.grad
     if where is None or gradient is None or gradient.is_sparse:
         return None

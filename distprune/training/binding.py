@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from distprune.models.find_shards import NamePattern, find_shards
+from distprune.pruning.agreement import NamedWeights
 from distprune.shards.fsdp2 import Fsdp2Params
 from distprune.shards.layouts import is_flattened, local_of, local_shard
 from distprune.shards.local_shard import LocalShard
@@ -31,54 +32,71 @@ def in_backward() -> bool:
 
 
 class Binding:
-    """The held parameters of a model on this rank, and the hooks that follow them. No communication.
+    """The parameters of a model that are, or will be, held on this rank, and the hooks that follow them.
 
     ``at_forward`` is called before the model is, ``at_gradient`` with a parameter's zeros as soon as its gradient is
-    accumulated. ``trusts_loaded``: states
-    that are loaded into the model are from a training like this one. The model's own hooks do not keep it alive, and
-    are not copied with the model.
+    accumulated. ``trusts_loaded``: states that are loaded into the model are from a training like this one. The model's
+    own hooks do not keep it alive, and are not copied with the model. No communication.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        include: NamePattern | Sequence[NamePattern],
-        exclude: NamePattern | Sequence[NamePattern],
+        weights: NamedWeights,
         at_forward: Callable[[], None],
         at_gradient: Callable[[Held], None],
+        *,
         trusts_loaded: bool,
     ) -> None:
-        self._model, self._include, self._exclude = model, include, exclude
+        self._weights = weights
         self._left_out: frozenset[str] = frozenset()  # of what was found: the default follows from the whole model
         self._at_forward, self._at_gradient, self._trusts_loaded = at_forward, at_gradient, trusts_loaded
-        self._shards: list[LocalShard] = []  # also what has no memory yet (meta)
+        self.shards: list[LocalShard] = []  # also what has no memory yet (meta)
+        self.has_begun = False
+        self._start()
+
+    def _start(self) -> None:
+        """Begin with what no copy takes along."""
         self._moved: dict[int, tuple[object, HeldTogether]] = {}  # by optimizer, with the parameters that it had
         self._model_hooks: list[RemovableHandle] = []
         self._gradient_hooks: list[RemovableHandle] = []
-        self.held: list[Held] = []
+        self.held: list[Held] = []  # nothing before it has begun
         self.together = HeldTogether([])  # all of them
 
-    @property
-    def names(self) -> frozenset[str]:
-        """The names of what is held."""
-        return frozenset(shard.name for shard in self._shards)
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        left_out = ("_moved", "_model_hooks", "_gradient_hooks", "held", "together")
+        state = {name: value for name, value in vars(self).items() if name not in left_out}
+        return state | {"shards": frozenset(shard.name for shard in self.shards)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._start()
+        self._bind([shard for shard in self.find() if shard.name in state["shards"]])
+        self.trust(signs=True)
 
     @property
     def has_flat(self) -> bool:
         """Whether parameters are parts of flat ones (FSDP1), whose gradients have no hook."""
-        return any(held.shard.tensor is None for held in self.held)
+        return any(shard.tensor is None for shard in self.shards)
 
-    def take(self, shards: Sequence[LocalShard]) -> list[LocalShard]:
-        """Hold ``shards``, and later what is in their ranges. Return those that have values."""
-        self._left_out = frozenset() if shards else frozenset(shard.name for shard in self._found(self._model))
-        self._bind(shards)
-        return [held.shard for held in self.held]
+    def take(self, shards: Sequence[LocalShard]) -> None:
+        """Take ``shards`` as what is to be held, and later what is in their ranges."""
+        self._left_out = frozenset() if shards else frozenset(shard.name for shard in self._weights.find().shards)
+        self.shards = list(shards)
+
+    def begin(self, *, trusts_signs: bool) -> None:
+        """Hold from here on. ``trusts_signs``: the weights are from a training like this one."""
+        if not self.has_begun:
+            self.has_begun = True
+            self.renew()
+            self.trust(signs=trusts_signs)
 
     def attach(self) -> None:
         """Register the hooks: nothing has been changed before."""
+        model = self._weights.model
         self._model_hooks = [
-            self._model.register_forward_pre_hook(Weak(self._at_forward), prepend=True),
-            self._model.register_load_state_dict_post_hook(Weak(self._state_loaded)),  # type: ignore[no-untyped-call]
+            model.register_forward_pre_hook(Weak(self._at_forward), prepend=True),
+            model.register_load_state_dict_post_hook(Weak(self._state_loaded)),
         ]
         self._watch()
 
@@ -90,8 +108,8 @@ class Binding:
 
     def find(self, model: nn.Module | None = None) -> list[LocalShard]:
         """Return what is held as it is now, or its likes in another ``model``. Layers added since are held."""
-        found = self._found(self._model if model is None else model)
-        return [shard for shard in found if shard.name not in self._left_out]
+        weights = self._weights if model is None else dataclasses.replace(self._weights, model=model)
+        return [shard for shard in weights.find().shards if shard.name not in self._left_out]
 
     def moved_by(self, optimizer: Optimizer) -> HeldTogether:
         """Return what ``optimizer`` moves of what is held."""
@@ -114,17 +132,17 @@ class Binding:
 
     def follow(self) -> None:
         """Take up parameters that were replaced, before a forward. FSDP1's are taken up before a step."""
-        replaced = [shard for shard in self._shards if _registered(shard) is not shard.tensor]
-        fsdp2 = Fsdp2Params() if replaced else None
-        moved: dict[str, LocalShard] = {}
-        for shard in replaced:
-            # What FSDP2 manages may be gathered at the moment.
-            managed = fsdp2.find(shard.module, shard.attribute) if fsdp2 is not None and shard.module else None
-            tensor = _registered(shard) if managed is None else managed.sharded
-            if tensor is not None and tensor is not shard.tensor and not is_flattened(tensor):
-                moved[shard.name] = local_shard(shard.name, tensor, shard.module, shard.attribute)
-        if moved:
-            self._bind([moved.get(shard.name, shard) for shard in self._shards])
+        fsdp2, replaced = Fsdp2Params(), dict[str, LocalShard]()
+        for shard in self.shards:
+            now = _registered(shard)
+            if now is shard.tensor or shard.module is None:
+                continue
+            managed = fsdp2.find(shard.module, shard.attribute)
+            now = now if managed is None else managed.sharded  # it may be gathered at the moment
+            if now is not None and now is not shard.tensor and not is_flattened(now):
+                replaced[shard.name] = local_shard(shard.name, now, shard.module, shard.attribute)
+        if replaced:
+            self._bind([replaced.get(shard.name, shard) for shard in self.shards])
 
     def trust(self, *, signs: bool) -> None:
         """Say whether the sign of a zero speaks in what is there now; otherwise zeros of both signs are held."""
@@ -138,8 +156,8 @@ class Binding:
     def _bind(self, shards: Sequence[LocalShard]) -> None:
         """Take ``shards`` as what is held, and remember which weights of each were zero."""
         before = {held.shard.name: held for held in self.held}
-        self._shards, self.held = list(shards), []
-        for shard in shards:
+        self.shards, self.held = list(shards), []
+        for shard in shards if self.has_begun else ():
             if shard.local.is_meta:
                 continue
             known = held = before.get(shard.name)
@@ -148,15 +166,12 @@ class Binding:
                 held.may_be_foreign = known is None or known.may_be_foreign
             elif held.shard.local.data_ptr() != shard.local.data_ptr():
                 held.may_be_foreign |= not self._trusts_loaded  # as remove() leaves a product, with zeros of both signs
-            held.move(shard)
+            held.shard, held.version = shard, None
             self.held.append(held)
         self.together = HeldTogether(self.held)
         self._moved.clear()
         if self._model_hooks:
             self._watch()
-
-    def _found(self, model: nn.Module) -> list[LocalShard]:
-        return find_shards(model, self._include, self._exclude).shards
 
     def _watch(self) -> None:
         for handle in self._gradient_hooks:

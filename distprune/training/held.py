@@ -12,10 +12,9 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast, final
+from typing import final
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from distprune.kernels.held import HeldOnDevice
 from distprune.masks.in_place import (
@@ -26,9 +25,9 @@ from distprune.masks.in_place import (
     zero_where_pruned,
 )
 from distprune.shards.device import fetched, on_host, sent
-from distprune.shards.layouts import is_laid_out_like, local_of
+from distprune.shards.layouts import local_of
 from distprune.shards.local_shard import LocalShard
-from distprune.shards.parameter_range import ParameterRange
+from distprune.shards.parameter_range import ParameterRange, gradient_of
 
 # Per-element state that is no moment and no copy of the weight: Rprop's steps; Shampoo's and Alice's matrices, which in
 # a square weight have its shape (of the 100 optimizers of pytorch_optimizer 4.1, no others).
@@ -70,43 +69,37 @@ class Held:
             make_zeros_positive(self.shard.local, unless_held=self.mask)
             self.may_be_foreign, self.version = False, None
 
+    @property
     def fewest(self) -> int:
-        """Return how many zeros there must be: with fewer, they were overwritten."""
+        """How many zeros there must be: with fewer, they were overwritten."""
         return math.ceil(self.num_held * _MOST_LEFT)
 
-    def take(self, num_changed: int, num_held: int, overwritten: int) -> bool:
-        """Take over what was counted in a reading, and return whether the zeros were overwritten."""
+    def take(self, num_changed: int, num_held: int) -> None:
+        """Take over what was counted in a reading."""
         self.num_held, self.is_new = num_held, self.is_new or num_changed > 0
         self.version = self.current_version()
-        return bool(overwritten)
 
     def expect_others(self) -> None:
         """Take the zeros that are there next as what is held, however few: regrowth or a checkpoint moves them."""
         self.num_held, self.version = 0, None
 
-    def move(self, shard: LocalShard) -> None:
-        """Hold the same places of ``shard``, which has taken the place of this one in the model."""
-        self.shard, self.version = shard, None
-
     def mask_gradient(self) -> None:
         """Write zeros into the gradient of the parameter where weights are held."""
-        tensor = self.shard.tensor
-        assert tensor is not None  # FSDP1's have no hook
-        part = self.gradient(ParameterRange(tensor, 0, self.shard.geometry.local_shape))
+        assert self.shard.tensor is not None  # FSDP1's have no hook
+        part = self.gradient(ParameterRange(self.shard.tensor, 0, self.shard.geometry.local_shape))
         if part is not None:
             zero_where_pruned(part, self.mask)
 
     def gradient(self, where: ParameterRange) -> torch.Tensor | None:
-        """Return the shard's part of the gradient, detached. ``None`` if there is none, or it was masked here."""
+        """Return the shard's part of the gradient, detached. ``None`` if there is none, or it was masked here.
+
+        A partial sum is none: the optimizer reduces it itself, and what it writes is zeroed then.
+        """
         gradient = where.parameter.grad
-        if gradient is None:
-            return None
-        if gradient.is_sparse:
+        if gradient is not None and gradient.is_sparse:
             gradient._values().mul_(self.mask[tuple(gradient._indices())].to(gradient.dtype))
             return None
-        if isinstance(gradient, DTensor) and not is_laid_out_like(gradient, cast(DTensor, where.parameter)):
-            return None  # a partial sum: the optimizer reduces it itself, and what it writes is zeroed then
-        return where.part_of(gradient)
+        return gradient_of(where)
 
     def moments(self, where: ParameterRange, state: dict[str, object]) -> Iterator[torch.Tensor]:
         """Yield what is per element of an optimizer's ``state``, to be masked; what is packed is masked here."""
@@ -128,14 +121,14 @@ class HeldTogether:
 
     def __init__(self, held: Sequence[Held], ranges: Sequence[ParameterRange] = ()) -> None:
         self.held, self.ranges = held, ranges
-        self._on_host = [each for each in held if on_host(each.shard.local.device)]
-        on_devices: defaultdict[torch.device, list[Held]] = defaultdict(list)
-        for each in held:
-            if not on_host(each.shard.local.device):
-                on_devices[each.shard.local.device].append(each)
+        by_device: defaultdict[torch.device, list[Held]] = defaultdict(list)
+        for one in held:
+            by_device[one.shard.local.device].append(one)
+        self._on_host = [one for device, several in by_device.items() if on_host(device) for one in several]
         self._on_devices = [
-            (several, HeldOnDevice([(each.shard.local, each.mask) for each in several]))
-            for several in on_devices.values()
+            (several, HeldOnDevice([(one.shard.local, one.mask) for one in several]))
+            for device, several in by_device.items()
+            if not on_host(device)
         ]
 
     def read(self, *, at_step: bool = False) -> None:
@@ -144,48 +137,49 @@ class HeldTogether:
         Those of a device are read together: the host waits once. ``at_step``: also where torch may have counted no
         write: on the host, as of those through ``data``, and under FSDP1.
         """
-        lost: list[Held] = []
-        for each in self.held:
-            each.take_over()
-        for each in self._on_host:
-            if at_step or each.is_written():
-                overwritten = each.take(*read_kept(each.shard.local, each.mask, each.fewest()))
-                lost += [each] if overwritten else []
+        read: list[tuple[Held, Sequence[int]]] = []  # with how many changed, are held, and whether there are too few
+        for held in self.held:
+            held.take_over()
+        for held in self._on_host:
+            if at_step or held.is_written():
+                read.append((held, read_kept(held.shard.local, held.mask, held.fewest)))
         for several, on_device in self._on_devices:
-            if any(each.is_written() or (at_step and each.shard.tensor is None) for each in several):
-                fewest = torch.tensor([each.fewest() for each in several], dtype=torch.int64, device="cpu")
+            if any(held.is_written() or (at_step and held.shard.tensor is None) for held in several):
+                fewest = torch.tensor([held.fewest for held in several], dtype=torch.int64, device="cpu")
                 (counts,) = fetched([on_device.read(sent(fewest, several[0].shard.local.device))])
-                lost += [each for each, row in zip(several, counts.tolist(), strict=True) if each.take(*row)]
-        if lost:
+                read += zip(several, counts.tolist(), strict=True)
+        for held, (num_changed, num_held, _) in read:
+            held.take(num_changed, num_held)
+        if lost := [held for held, (*_, has_too_few) in read if has_too_few]:
             _warn_of_overwritten(lost)
 
     def clean(self, state_of: Callable[[torch.Tensor], dict[str, object]]) -> None:
         """Write zeros into an optimizer's state where weights are held, of those whose mask has changed."""
         parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for each, where in zip(self.held, self.ranges, strict=True):
-            if each.is_new:
-                parts += [(moment, each.mask) for moment in each.moments(where, state_of(where.parameter))]
-                each.is_new = False
+        for held, where in zip(self.held, self.ranges, strict=True):
+            if held.is_new:
+                parts += [(moment, held.mask) for moment in held.moments(where, state_of(where.parameter))]
+                held.is_new = False
         zero_all_where_pruned(parts)
 
     def mask_gradients(self) -> None:
         """Write zeros into the gradients where weights are held."""
-        parts = [(each.gradient(where), each.mask) for each, where in zip(self.held, self.ranges, strict=True)]
+        parts = [(held.gradient(where), held.mask) for held, where in zip(self.held, self.ranges, strict=True)]
         zero_all_where_pruned([(part, mask) for part, mask in parts if part is not None])
 
     def write_zeros(self) -> None:
         """After a step: zeros where weights are held, and -0.0 where a kept one has become zero."""
-        for each in self._on_host:
-            write_signed_zeros(each.shard.local, each.mask)
+        for held in self._on_host:
+            write_signed_zeros(held.shard.local, held.mask)
         for _, on_device in self._on_devices:
             on_device.write_signed_zeros()
-        for each in self.held:
-            each.version = each.current_version()
+        for held in self.held:
+            held.version = held.current_version()
 
 
 def _warn_of_overwritten(lost: Sequence[Held]) -> None:
     """Warn that the zeros of ``lost`` were overwritten, and are held all the same."""
-    num_lost, names = sum(each.num_held for each in lost), ", ".join(repr(each.shard.name) for each in lost[:4])
+    num_lost, names = sum(held.num_held for held in lost), ", ".join(repr(held.shard.name) for held in lost[:4])
     warnings.warn(
         f"{num_lost} weights that are held at zero were overwritten, in {names}{', ...' if len(lost) > 4 else ''} "
         f"({len(lost)} parameters): a dense checkpoint was loaded, an adapter merged (see distprune.merge_adapters), "

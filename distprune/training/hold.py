@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import nn
@@ -27,21 +27,22 @@ from distprune.masks.in_place import make_zeros_positive, zero_where_pruned
 from distprune.models.find_shards import NamePattern
 from distprune.models.runnable import check_not_offloaded
 from distprune.patterns.base import Pattern
-from distprune.pruning.agreement import Agreed, agree_on_model
+from distprune.pruning.agreement import NamedWeights, sum_zeros
 from distprune.shards.local_shard import bits_of
 from distprune.training.binding import Binding
 from distprune.training.held import Held, HeldTogether
-from distprune.training.natural_zeros import check_zeros, num_zeros
+from distprune.training.natural_zeros import check_zeros
 from distprune.training.optimizers import (
+    OnSteps,
     Optimizers,
     check_moves,
     inside,
+    outside_dynamo,
     parameters_of,
     state_of,
     unwrapped,
 )
 from distprune.training.regrowth import Counts, GrowBy, regrow
-from distprune.training.step_hooks import StepHooks, outside_dynamo
 
 
 def hold_zeros(
@@ -91,11 +92,11 @@ def hold_zeros(
             learn; no optimizer, or one without any of the parameters, or these are frozen (PEFT); arguments that differ
             between ranks; a name pattern that matches nothing; a ``Partial`` placement.
     """
-    return Hold(model, optimizer, include=include, exclude=exclude, group=group)
+    return Hold(NamedWeights(model, include, exclude), optimizer, group)
 
 
 @final
-class Hold:
+class Hold(OnSteps):
     """The zeros of a model that stay zero. :func:`hold_zeros` makes it.
 
     >>> hold_zeros(torch.nn.Linear(8, 8))
@@ -107,34 +108,41 @@ class Hold:
 
     def __init__(
         self,
-        model: nn.Module,
+        weights: NamedWeights,
         optimizer: Optimizers,
-        *,
-        include: NamePattern | Sequence[NamePattern],
-        exclude: NamePattern | Sequence[NamePattern],
         group: Group,
-        waits: bool = False,
+        *,
+        listener: Callable[[Optimizer], None] | None = None,
         checks: bool = True,
     ) -> None:
-        """``waits``: hold nothing before :meth:`begin`, and trust what is loaded. ``checks``: for dead weights."""
-        self._model, self._include, self._exclude = model, include, exclude
-        self._comm = communicator(group)
-        self._optimizers: list[Optimizer] | None = None
-        self._listeners: list[Callable[[Optimizer], None]] = []
+        """``checks``: for dead weights.
+
+        ``listener``: called before each step of the first optimizer, and before it is read what is held. Then nothing
+        is held before :meth:`begin`, and what is loaded is trusted.
+        """
+        super().__init__(of_all=optimizer is None)
+        self._weights, self._comm, self._listener = weights, communicator(group), listener
         self.leaves_gradients_dense = False  # until the step, which masks them
-        self._has_begun, self._trusts_loaded = not waits, waits
-        self._start()
+        self._stepping: dict[int, HeldTogether] = {}  # by optimizer, as what follows by its id
+        self._to_skip: set[int] = set()
+        self._put_away: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}  # gradients, during such a step
+        self._binding = Binding(weights, self._at_forward, self._at_gradient, trusts_loaded=listener is not None)
+
+        def look() -> None:
+            check_not_offloaded(weights.model)
+            self._optimizers = [] if optimizer is None else unwrapped(optimizer)
+
         try:
-            agreed = self._agree(optimizer)
+            agreed = weights.agree(self._comm, look)
             if checks:
-                check_zeros(self._comm, agreed.roster, lambda: self._binding.take(agreed.shards()))
+                check_zeros(self._comm, agreed.roster, agreed.shards)
             with together(self._comm):
-                if not checks:
-                    self._binding.take(agreed.shards())
-                optimizers: list[Optimizer] = self._optimizers or []
-                moves = any(self._binding.moved_by(optimizer).held for optimizer in optimizers)
-                check_moves(optimizers, [held.shard for held in self._binding.held], moves=moves)
-                if not waits:
+                self._binding.take(agreed.found.shards)
+                check_moves(self._optimizers, self._binding.shards)
+                if listener is None:
+                    self._binding.begin(trusts_signs=False)
+                    for taken_up in self._optimizers:  # with the parameters that it has now
+                        self._binding.moved_by(taken_up)
                     self._binding.together.read(at_step=True)
                 self._attach()
         except Exception:
@@ -143,87 +151,49 @@ class Hold:
 
     @override
     def __repr__(self) -> str:
-        return one_line(
-            self, f"zeros of {len(self._binding.held)} parameters{'' if self._hooks.handles else ', no more'}"
-        )
-
-    def _start(self) -> None:
-        """Begin with what no copy takes along."""
-        self._stepping: dict[int, HeldTogether] = {}  # by optimizer
-        self._to_skip: set[int] = set()  # of optimizers, by id, as what follows
-        self._put_away: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}  # gradients, during such a step
-        self._hooks = StepHooks(self._at_step, self._after_step, self._hold_in, each_time=False)
-        self._binding = Binding(
-            self._model, self._include, self._exclude, self._at_forward, self._at_gradient, self._trusts_loaded
-        )
-
-    @override
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle needs: the hooks of the optimizers go with neither, so they are set anew."""
-        left_out = ("_stepping", "_to_skip", "_put_away", "_hooks", "_binding")
-        state = {name: value for name, value in vars(self).items() if name not in left_out}
-        return state | {"names": self._binding.names, "holds": bool(self._hooks.handles)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        names, holds = state.pop("names"), state.pop("holds")
-        vars(self).update(state)
-        self._start()
-        self._binding.take([shard for shard in self._binding.find() if shard.name in names])
-        self._binding.trust(signs=self._has_begun)
-        if holds:
-            self._attach()
-
-    def _agree(self, optimizer: Optimizers) -> Agreed:
-        """Return what all ranks agree on as what is held. Every rank must call it: one round."""
-
-        def look() -> None:
-            check_not_offloaded(self._model)
-            self._optimizers = None if optimizer is None else unwrapped(optimizer)
-
-        return agree_on_model(self._comm, self._model, self._include, self._exclude, look)
+        return one_line(self, f"zeros of {len(self._binding.shards)} parameters{'' if self._handles else ', no more'}")
 
     def begin(self, *, trusts_signs: bool) -> None:
         """Hold from here on. ``trusts_signs``: the weights are from a training like this one. Local."""
-        if not self._has_begun:
-            self._has_begun = True
-            self._binding.trust(signs=trusts_signs)
+        self._binding.begin(trusts_signs=trusts_signs)
 
+    @override
     def _attach(self) -> None:
         self._binding.attach()
-        self._hooks.attach(self._optimizers)
-        for optimizer in self._optimizers or ():
+        super()._attach()
+        for optimizer in self._optimizers:
             if "_optimizer_load_state_dict_post_hooks" in vars(optimizer):  # Lookahead's wrapper has none
-                self._hooks.handles.append(optimizer.register_load_state_dict_post_hook(self._state_loaded))
+                self._handles.append(optimizer.register_load_state_dict_post_hook(self._state_loaded))
 
+    @override
     @torch.no_grad()
-    def _at_step(self, optimizer: Optimizer) -> None:
-        """Do what is due before a step, now that its gradients are there."""
-        if self._optimizers is None or optimizer is self._optimizers[0]:
-            if self._listeners and not self.leaves_gradients_dense and self._binding.has_flat:
-                for each in self._optimizers or [optimizer]:  # no hook has masked them: what grows has no gradient yet
-                    self._mask_gradients(each)
+    def _before_step(self, optimizer: Optimizer) -> None:
+        if self._listener is not None and optimizer is self._optimizers[0]:
+            if not self.leaves_gradients_dense and self._binding.has_flat:
+                for other in self._optimizers:  # no hook has masked them: what grows has no gradient yet
+                    self._mask_gradients(other)
             self._to_skip.clear()
-            for listener in self._listeners:
-                listener(optimizer)
-        self._hold_in(optimizer)
+            self._listener(optimizer)
+        self._before_closure(optimizer)
         if id(optimizer) in self._to_skip:
             self._to_skip.remove(id(optimizer))
-            self._put_away[id(optimizer)] = gradients = [(each, each.grad) for each in parameters_of(optimizer)]
-            for parameter, _ in gradients:
+            parameters = parameters_of(optimizer)
+            self._put_away[id(optimizer)] = [(parameter, parameter.grad) for parameter in parameters]
+            for parameter in parameters:
                 parameter.grad = None
 
     def _mask_gradients(self, optimizer: Optimizer) -> HeldTogether:
         """Read what is held of what ``optimizer`` moves, and mask its gradients."""
         moved = self._binding.moved_by(optimizer)
-        if self._has_begun:
-            moved.read(at_step=True)
-            moved.mask_gradients()
+        moved.read(at_step=True)
+        moved.mask_gradients()
         return moved
 
+    @override
     @torch.no_grad()
-    def _hold_in(self, optimizer: Optimizer) -> None:
+    def _before_closure(self, optimizer: Optimizer) -> None:
         """Write zeros into gradients and moments where weights are held now."""
-        if not self._has_begun:
+        if not self._binding.has_begun:
             return
         moved = self._stepping[id(optimizer)] = self._mask_gradients(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS) and any(held.is_new for held in moved.held):
@@ -231,6 +201,7 @@ class Hold:
                 state["n_iter"] = 0  # a history over all parameters at once: it starts anew
         moved.clean(partial(state_of, optimizer))
 
+    @override
     def _after_step(self, optimizer: Optimizer) -> None:
         moved = self._stepping.pop(id(optimizer), None)
         if moved is not None:
@@ -244,32 +215,28 @@ class Hold:
 
     def _at_forward(self) -> None:
         self._binding.follow()
-        if self._has_begun and not self._stepping and torch.is_grad_enabled():
+        if not self._stepping and torch.is_grad_enabled():
             self._binding.together.read()  # here, as the backward pass needs the weights as they are
 
     @outside_dynamo  # type: ignore[untyped-decorator]
     def _at_gradient(self, held: Held) -> None:
-        if self.leaves_gradients_dense or not self._has_begun:
+        if self.leaves_gradients_dense:
             return
         if not self._stepping and held.is_written():  # within a step, for a closure, weights are on their way
             HeldTogether([held]).read()
         held.mask_gradient()
 
-    def before_step(self, listener: Callable[[Optimizer], None]) -> None:
-        """Call ``listener`` before each step of the first optimizer, and before it is read what is held. Local."""
-        self._listeners.append(listener)
-
     def remove(self) -> None:
         """Hold nothing any more: the hooks are gone, and the zeros stay until a step changes them. Local."""
         self._binding.remove()
-        self._hooks.remove()
+        self._detach()
 
     def finish(self) -> None:
         """Turn every -0.0 into 0.0, and hold nothing any more. Local.
 
         Zeros that were overwritten since the last step are written again, with a warning.
         """
-        if self._hooks.handles and self._has_begun:
+        if self._handles:
             self._binding.renew()
             self._binding.together.read(at_step=True)
             self._binding.together.write_zeros()
@@ -284,22 +251,23 @@ class Hold:
 
     def counts(self) -> Counts:
         """Return how many weights are held, over all ranks. Every rank must call it: as :meth:`counts_by_name`."""
-        counts = [(each.num_held, each.num_elements) for each in self.counts_by_name().values()]
-        return Counts(*map(sum, zip(*counts, strict=True)))
+        counts = self.counts_by_name().values()
+        return Counts(sum(count.num_held for count in counts), sum(count.num_elements for count in counts))
 
     def counts_by_name(self) -> dict[str, Counts]:
         """Return how many weights of each parameter are held, over all ranks.
 
         Every rank must call it: two rounds, of 64 bytes and of 8 a parameter; on pipelines up to four more.
         """
-        agreed = agree_on_model(self._comm, self._model, self._include, self._exclude)
+        agreed = self._weights.agree(self._comm)
 
-        def look() -> dict[str, torch.Tensor]:
-            for held in self._binding.held if self._has_begun else ():
+        def owned() -> dict[str, torch.Tensor]:
+            for held in self._binding.held:
                 held.take_over()
-            return {shard.name: bits_of(shard.local) for shard in agreed.shards() if shard.owned and self._has_begun}
+            shards = agreed.shards() if self._binding.has_begun else ()
+            return {shard.name: bits_of(shard.local) for shard in shards if shard.owned}
 
-        num_held = num_zeros(self._comm, agreed.roster, look)
+        num_held = sum_zeros(self._comm, agreed.roster, owned)
         return {m.name: Counts(num_held[m.name], math.prod(m.global_shape)) for m in agreed.roster.members}
 
     def apply_to(self, other: nn.Module) -> None:
@@ -340,15 +308,14 @@ class Hold:
                 parameter that the pattern does not fit.
             NotImplementedError: on every rank: a pattern of your own that has no ``regrowth``.
         """
-        include, exclude = self._include, self._exclude
-        moved = regrow(self._comm, self._model, share, pattern, by=by, seed=seed, include=include, exclude=exclude)
+        moved = regrow(self._comm, self._weights, share, pattern, by=by, seed=seed)
         self.expect_others()
         return moved
 
     def skip_step(self) -> None:
         """Let each optimizer that was given leave out its next step: it finds no gradients, which are there again after
         it. What has a closure calls it once. What only wraps another has no step of its own. Local."""
-        self._to_skip = {id(optimizer) for optimizer in self._optimizers or () if inside(optimizer) is None}
+        self._to_skip.update(id(optimizer) for optimizer in self._optimizers if inside(optimizer) is None)
 
     @contextmanager
     def dense_gradients(self) -> Iterator[None]:

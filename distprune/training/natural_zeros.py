@@ -1,30 +1,19 @@
-"""Zeros counted over ranks, and those found that nobody has pruned, before they are held."""
+"""Zeros that nobody has pruned, found before they are held."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from distprune.collectives.agree import max_together, sum_together
+from distprune.collectives.agree import max_together
 from distprune.collectives.base import Communicator
 from distprune.collectives.roster import Roster
+from distprune.pruning.agreement import sum_zeros
 from distprune.shards.device import fetched
-from distprune.shards.local_shard import LocalShard, count_zeros, flat_chunks
-
-
-def num_zeros(comm: Communicator, roster: Roster, locals_: Callable[[], Mapping[str, torch.Tensor]]) -> dict[str, int]:
-    """Return how many elements of each parameter are zero, over all ranks. Every rank must call it: one round."""
-
-    def count(nums: torch.Tensor) -> None:
-        tensors, place = locals_(), roster.index()
-        for name, num in zip(tensors, count_zeros([*tensors.values()]), strict=True):
-            nums[place[name]] = num
-
-    nums: list[int] = sum_together(comm, (len(roster.members),), count).tolist()
-    return {member.name: num for member, num in zip(roster.members, nums, strict=True)}
+from distprune.shards.local_shard import LocalShard, flat_chunks
 
 
 def check_zeros(comm: Communicator, roster: Roster, find: Callable[[], Sequence[LocalShard]]) -> None:
@@ -40,10 +29,10 @@ def check_zeros(comm: Communicator, roster: Roster, find: Callable[[], Sequence[
     owned: dict[str, torch.Tensor] = {}
 
     def look() -> dict[str, torch.Tensor]:
-        owned.update({shard.name: shard.local for shard in find() if shard.owned})
+        owned.update({shard.name: shard.local for shard in find() if shard.owned and not shard.local.is_meta})
         return owned
 
-    num = num_zeros(comm, roster, look)
+    num = sum_zeros(comm, roster, look)
     numels = {member.name: math.prod(member.global_shape) for member in roster.members}
     dead = [name for name, numel in numels.items() if num[name] == numel > 0]
     if dead:

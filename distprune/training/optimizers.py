@@ -1,20 +1,101 @@
-"""What users pass as an optimizer: one of torch, several, or what holds some inside."""
+"""What users pass as an optimizer: one of torch, several, or what holds some inside; and hooks on their steps."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from distprune.collectives.agree import max_together
 from distprune.collectives.base import Communicator
 from distprune.shards.device import fetched, on_host
 from distprune.shards.layouts import local_of
 from distprune.shards.local_shard import LocalShard
+from distprune.shards.parameter_range import ranges_of
+from distprune.shards.torch_private import private
 
 Optimizers = Optimizer | Iterable[Any] | None
+outside_dynamo = private("torch", "_disable_dynamo")
+
+
+class OnSteps(ABC):
+    """Does something before each step of some optimizers, once the gradients are there, and after it.
+
+    The hooks live on the optimizers, or on all that there are, whatever wraps the model. A step with a
+    closure has its gradients once the closure was called: ``_before_closure`` comes first, as the step begins, and
+    ``_before_step`` after the closure. ``_each_time``: both as often as the optimizer calls the closure. Hooks go with
+    neither a copy nor a pickle: a copy of what had some registers its own.
+    """
+
+    _each_time: ClassVar[bool] = False
+
+    def __init__(self, *, of_all: bool = False) -> None:
+        self._of_all = of_all
+        self._optimizers: list[Optimizer] = []
+        self._handles: list[RemovableHandle] = []
+
+    @abstractmethod
+    def _before_closure(self, optimizer: Optimizer) -> None: ...
+
+    @abstractmethod
+    def _before_step(self, optimizer: Optimizer) -> None: ...
+
+    @abstractmethod
+    def _after_step(self, optimizer: Optimizer) -> None: ...
+
+    def _attach(self) -> None:
+        if self._of_all:
+            self._handles.append(register_optimizer_step_pre_hook(self._at_begin))
+            self._handles.append(register_optimizer_step_post_hook(self._at_end))
+        for optimizer in self._optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self._at_begin))
+            self._handles.append(optimizer.register_step_post_hook(self._at_end))
+
+    def _detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_handles": bool(self._handles)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _handles=[])
+        if state["_handles"]:
+            self._attach()
+
+    @outside_dynamo  # type: ignore[untyped-decorator]
+    def _at_begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
+        if closure is None:
+            self._before_step(optimizer)
+            return None
+        self._before_closure(optimizer)
+        was_called = False
+
+        def evaluate() -> Any:
+            nonlocal was_called
+            if self._each_time:
+                self._before_closure(optimizer)
+            loss = closure()
+            if self._each_time or not was_called:
+                self._before_step(optimizer)
+            was_called = True
+            return loss
+
+        others = {name: value for name, value in kwargs.items() if name != "closure"}
+        return (args[0], evaluate, *args[2:]), others
+
+    @outside_dynamo  # type: ignore[untyped-decorator]
+    def _at_end(self, optimizer: Optimizer, *_: Any) -> None:
+        self._after_step(optimizer)
 
 
 def unwrapped(optimizer: object) -> list[Optimizer]:
@@ -90,14 +171,15 @@ def state_of(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, object]
     return state if isinstance(state, dict) else {}
 
 
-def check_moves(optimizers: Sequence[Optimizer], shards: Sequence[LocalShard], *, moves: bool) -> None:
-    """Check that ``optimizers`` move one of ``shards`` at least, if some have elements on this rank. Local.
+def check_moves(optimizers: Sequence[Optimizer], shards: Sequence[LocalShard]) -> list[bool]:
+    """Return whether each of ``optimizers`` moves one of ``shards``. Local.
 
     Raises:
-        ValueError: they move none.
+        ValueError: none does, and there are optimizers, and elements on this rank.
     """
-    if moves or not optimizers or not any(shard.local.numel() for shard in shards):
-        return
+    moves = [any(ranges_of(shards, parameters_of(optimizer))) for optimizer in optimizers]
+    if any(moves) or not optimizers or not any(shard.local.numel() for shard in shards):
+        return moves
     names = ", ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
     none = f"none of the {len(shards)} pruned parameters is among those of {names}"
     if not any(shard.tensor is None or shard.tensor.requires_grad for shard in shards):

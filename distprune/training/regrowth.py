@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import nn
 from typing_extensions import override
 
 from distprune.collectives.agree import sum_together
 from distprune.collectives.base import Communicator
 from distprune.kernels.table import ScoreName
 from distprune.masks.in_place import zero_where_pruned
-from distprune.models.find_shards import NamePattern, find_shards
 from distprune.patterns.as_pattern import as_pattern, says_how_much
 from distprune.patterns.base import Pattern, Ranked, check_share
 from distprune.patterns.unstructured import Unstructured
-from distprune.pruning.agreement import agreeing, all_shown, choose_masks, fitted, gradients_there
+from distprune.pruning.agreement import NamedWeights, agreeing, choose_masks, gradients_there
 from distprune.scores.as_score import Magnitude
 from distprune.scores.base import Elements, LocalScores, Score
 from distprune.scores.random import Random
@@ -103,17 +100,9 @@ class Counts:
 
 
 def regrow(
-    comm: Communicator,
-    model: nn.Module,
-    share: float,
-    pattern: Pattern | str,
-    *,
-    by: GrowBy = "random",
-    seed: int | None = None,
-    include: NamePattern | Sequence[NamePattern] = (),
-    exclude: NamePattern | Sequence[NamePattern] = (),
+    comm: Communicator, weights: NamedWeights, share: float, pattern: Pattern | str, *, by: GrowBy, seed: int | None
 ) -> Counts:
-    """Move ``share`` of the kept weights of each parameter within ``pattern``. Every rank must call it.
+    """Move ``share`` of the kept ``weights`` of each parameter within ``pattern``. Every rank must call it.
 
     What the pattern drops of the kept weights is that of smallest magnitude. Of all that is not kept then, as much is
     kept from now on, of each tensor, row or group: that of largest gradient, or any. What was dropped may be among it,
@@ -130,11 +119,8 @@ def regrow(
         _check_by(by)
         within = as_pattern(pattern, None if says_how_much(pattern) else 0.0)
         dropping, growing = within.regrowth(float(share))
-        found = find_shards(model, include, exclude)
-        shards_of_rank = [fitted(within, shard, shard.name) for shard in found.shards]
-        agreed.found = dataclasses.replace(found, shards=shards_of_rank)
-        patterns = {"include": all_shown(include), "exclude": all_shown(exclude)}
-        agreed.facts = {"share": repr(share), "pattern": repr(within), "by": by, **patterns}
+        agreed.found = weights.find_for(within)
+        agreed.facts = {"share": repr(share), "pattern": repr(within), "by": by, **weights.facts}
         agreed.score = Random(seed) if by == "random" else Magnitude()
     agreed.check_found()
     shards: list[LocalShard] = []
@@ -152,7 +138,7 @@ def regrow(
     def to_grow() -> list[LocalScores]:
         evidence: list[dict[str, torch.Tensor]] = [{"left": of_left} for of_left in left]
         if by == "gradient":
-            for own, gradient in zip(evidence, gradients_there(model, shards), strict=True):
+            for own, gradient in zip(evidence, gradients_there(weights.model, shards), strict=True):
                 own["gradient"] = gradient
         return [LocalScores(s, score, own, kept) for s, own, kept in zip(shards, evidence, were_kept, strict=True)]
 

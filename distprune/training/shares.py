@@ -10,7 +10,7 @@ from torch import nn
 from distprune.collectives.communicator import Group, communicator
 from distprune.models.find_shards import NamePattern
 from distprune.patterns.base import check_share
-from distprune.pruning.agreement import agree_on_model
+from distprune.pruning.agreement import NamedWeights
 
 
 def erk(
@@ -42,7 +42,7 @@ def erk(
         check_share(float(sparsity))
         return float(sparsity)
 
-    agreed = agree_on_model(communicator(group), model, include, exclude, look)
+    agreed = NamedWeights(model, include, exclude).agree(communicator(group), look)
     return erk_of_shapes({member.name: member.global_shape for member in agreed.roster.members}, sparsity)
 
 

@@ -21,6 +21,7 @@ from distprune.hints import with_hints
 from distprune.models.find_shards import NamePattern
 from distprune.patterns.as_pattern import says_how_much
 from distprune.patterns.base import Pattern, Scope
+from distprune.pruning.agreement import NamedWeights
 from distprune.pruning.prune_model import Request, prune_requested
 from distprune.scores.as_score import Movement, ScoreLike, as_score
 from distprune.shards.local_shard import LocalShard
@@ -118,12 +119,10 @@ class SparseTraining:
             for before, after in itertools.pairwise(levels):
                 _check_all_rise(before, after)
         agree(self._comm, {"the first steps of the schedule": levels})
-        self._request = Request(model, None, self._score, pattern, scope, seed, None, include, exclude)
+        weights = NamedWeights(model, include, exclude)
+        self._request = Request(weights, None, self._score, pattern, scope, seed, None)
         self._last_checked = levels[-1]
-        self.hold = Hold(
-            model, optimizer, include=include, exclude=exclude, group=self._comm, waits=True, checks=any(levels[0])
-        )
-        self.hold.before_step(self._before_step)
+        self.hold = Hold(weights, optimizer, self._comm, listener=self._before_step, checks=any(levels[0]))
         self._prepare()
 
     @property
@@ -252,7 +251,7 @@ class SparseTraining:
         self.updates.append(Update(step, report.num_zeros, report.num_elements))
 
     def _add_movement(self) -> None:
-        shards = self._request.find().shards
+        shards = self._request.weights.find().shards
         for shard, gradient in zip(shards, gradients_of(shards, self._model.parameters()), strict=True):
             if gradient is not None:  # else choosing says so, on all ranks
                 self._sum_of(shard).addcmul_(shard.local, gradient, value=-1)
@@ -266,7 +265,7 @@ class SparseTraining:
 
     def _sums(self) -> dict[str, torch.Tensor]:
         """Return the sums of movement in their parameters' layout, zeros at first."""
-        return laid_out(self._request.find().shards, self._sum_of, "sums of movement")
+        return laid_out(self._request.weights.find().shards, self._sum_of, "sums of movement")
 
 
 def _check_callable(schedules: Sequence[object]) -> None:

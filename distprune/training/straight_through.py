@@ -6,7 +6,6 @@ keeps of them, and what it prunes is *set aside*, so both together are the laten
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -21,10 +20,10 @@ from distprune.collectives.agree import max_together, sum_together
 from distprune.collectives.communicator import Group, communicator
 from distprune.formatting import cut, one_line
 from distprune.masks.in_place import bring_back, set_aside
-from distprune.models.find_shards import Found, NamePattern, find_shards
+from distprune.models.find_shards import Found, NamePattern
 from distprune.patterns.as_pattern import as_pattern, says_how_much
 from distprune.patterns.base import Pattern, Ranked
-from distprune.pruning.agreement import Agreed, agreeing, all_shown, choose_masks, fitted
+from distprune.pruning.agreement import Agreed, NamedWeights, agreeing, choose_masks
 from distprune.scores.as_score import Magnitude
 from distprune.scores.base import LocalScores
 from distprune.shards.device import fetched, row_chunks
@@ -32,14 +31,21 @@ from distprune.shards.local_shard import LocalShard
 from distprune.shards.parameter_range import gradients_of, ranges_of
 from distprune.training.binding import Weak, in_backward
 from distprune.training.carried import laid_out, load_in_place
-from distprune.training.optimizers import Optimizers, check_moves, inside, only_makes_state, parameters_of, unwrapped
-from distprune.training.step_hooks import StepHooks
+from distprune.training.optimizers import (
+    OnSteps,
+    Optimizers,
+    check_moves,
+    inside,
+    only_makes_state,
+    parameters_of,
+    unwrapped,
+)
 
 _WHAT = "weights set aside"
 
 
 @final
-class StraightThrough:
+class StraightThrough(OnSteps):
     """Train ``model`` with a mask that is chosen anew after every step, from weights that all go on learning (SR-STE).
 
     >>> model = torch.nn.Linear(8, 8)
@@ -84,6 +90,8 @@ class StraightThrough:
             step: one that steps within the backward pass, where ranks are not in step.
     """
 
+    _each_time = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -96,60 +104,41 @@ class StraightThrough:
         exclude: NamePattern | Sequence[NamePattern] = (),
         group: Group = None,
     ) -> None:
+        super().__init__()
         self.step = 0  # how many were done
-        self._model, self._pattern, self._decay, self._every = model, pattern, decay, every
-        self._include, self._exclude = include, exclude
+        self._weights = NamedWeights(model, include, exclude)
+        self._pattern, self._decay, self._every = pattern, decay, every
         self._comm = communicator(group)
         self._aside: dict[str, torch.Tensor] = {}  # by parameter, of local shape
+        self._dense: list[LocalShard] | None = None  # what has its latent weights, within a step
         self._was_written = False  # to a pruned weight, on some rank, since the mask was chosen
-        self._optimizers: list[Optimizer] = []
-        self._layout: dict[str, object] = {}
-        self._start()
         with agreeing(self._comm) as agreed:
             self._check_arguments()
             self._optimizers = _that_step(optimizer)
-            found = find_shards(model, include, exclude)
-            self._layout = _layout_of(found.shards)
-            self._state(agreed, found)
+            self._layout = _layout_of(self._look(agreed).shards)
         shards, masks = self._choose(agreed)
 
         def prepare(moves: torch.Tensor) -> None:
             self._aside = {shard.name: torch.zeros_like(shard.local) for shard in shards}
-            for i, each in enumerate(self._optimizers):
-                moves[i] = any(where is not None for where in ranges_of(shards, parameters_of(each)))
-            check_moves(self._optimizers, shards, moves=bool(moves.any()))
+            moves.copy_(torch.tensor(check_moves(self._optimizers, shards), dtype=torch.int64, device="cpu"))
 
         moves = max_together(self._comm, (len(self._optimizers),), prepare).tolist()
         self._optimizers = [each for each, moves_some in zip(self._optimizers, moves, strict=True) if moves_some]
         self._attach()
         self._set_aside(shards, masks)  # from here on no rank can fail
 
-    def _start(self) -> None:
-        """Begin with what no copy takes along."""
-        self._dense: list[LocalShard] | None = None  # what has its latent weights, within a step
-        # A closure may be called again, on weights that have moved.
-        self._hooks = StepHooks(self._make_dense, self._after_step, self._prune_again, each_time=True)
-
+    @override
     def _attach(self) -> None:
-        self._hooks.attach(self._optimizers)
-        self._hooks.handles += [
-            self._model.register_forward_pre_hook(Weak(self._prune_again), prepend=True),
-            self._model.register_state_dict_pre_hook(Weak(self._prune_again)),  # type: ignore[no-untyped-call]
+        super()._attach()
+        self._handles += [
+            self._weights.model.register_forward_pre_hook(Weak(self._prune_again), prepend=True),
+            self._weights.model.register_state_dict_pre_hook(Weak(self._prune_again)),
         ]
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle needs: hooks go with neither, so they are set anew."""
         self._prune_again()
-        state = {name: value for name, value in vars(self).items() if name not in ("_dense", "_hooks")}
-        return state | {"trains": bool(self._hooks.handles)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        trains = state.pop("trains")
-        vars(self).update(state)
-        self._start()
-        if trains:
-            self._attach()
+        return super().__getstate__()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps done, and by parameter what is set aside. Local.
@@ -162,8 +151,7 @@ class StraightThrough:
             NotImplementedError: under FSDP1, whose places no checkpoint knows.
         """
         self._prune_again()
-        found = find_shards(self._model, self._include, self._exclude).shards
-        shards = [shard for shard in found if shard.name in self._aside]
+        shards = [shard for shard in self._weights.find().shards if shard.name in self._aside]
         return {"step": self.step, "aside": laid_out(shards, lambda shard: self._aside[shard.name], _WHAT)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -185,7 +173,7 @@ class StraightThrough:
     def finish(self) -> None:
         """Leave the model pruned as it is, drop what is set aside, and prune nothing any more. Local."""
         self._prune_again()
-        self._hooks.remove()
+        self._detach()
         self._aside = {}
 
     def _check_arguments(self) -> None:
@@ -201,19 +189,18 @@ class StraightThrough:
         if isinstance(self._every, bool) or not isinstance(self._every, int) or self._every < 1:
             raise ValueError(f"every={self._every!r} must be a number of steps, at least 1")
 
-    def _state(self, agreed: Agreed, found: Found) -> None:
-        """State, within ``agreeing``, what is pruned and how."""
+    def _look(self, agreed: Agreed) -> Found:
+        """Find what is pruned, and state it, within ``agreeing``."""
         pattern = as_pattern(self._pattern)
-        shards = [fitted(pattern, shard, shard.name) for shard in found.shards]
-        agreed.found = dataclasses.replace(found, shards=shards)
+        agreed.found = self._weights.find_for(pattern)
         agreed.facts = {
             "pattern": repr(pattern),
             "decay": repr(self._decay),
             "every": self._every,
-            "include": all_shown(self._include),
-            "exclude": all_shown(self._exclude),
             "number of optimizers": len(self._optimizers),
+            **self._weights.facts,
         }
+        return agreed.found
 
     def _choose(self, agreed: Agreed) -> tuple[list[LocalShard], list[torch.Tensor]]:
         """Return this rank's shards, and the masks that the pattern chooses now. Every rank must call it."""
@@ -230,8 +217,9 @@ class StraightThrough:
         for shard, mask in zip(shards, masks, strict=True):
             set_aside(shard.local, self._aside[shard.name], mask)
 
+    @override
     @torch.no_grad()
-    def _make_dense(self, optimizer: Optimizer) -> None:
+    def _before_step(self, optimizer: Optimizer) -> None:
         """Before a step: give it the latent weights, and their decay."""
         if in_backward():
             raise NotImplementedError(
@@ -244,7 +232,7 @@ class StraightThrough:
         gradients: dict[str, torch.Tensor] = {}
 
         def open_up(num_written: torch.Tensor) -> None:
-            shards = find_shards(self._model, self._include, self._exclude).shards
+            shards = self._weights.find().shards
             if _layout_of(shards) != self._layout:
                 raise ValueError(
                     "the parameters are laid out otherwise, or are others, than when StraightThrough was made; make it "
@@ -275,6 +263,7 @@ class StraightThrough:
         for name, gradient in gradients.items() if self._decay else ():
             _add(gradient, self._aside[name], decay)
 
+    @override
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer) -> None:
         if self._dense is None:
@@ -284,13 +273,17 @@ class StraightThrough:
         try:
             if is_last and (self.step % self._every == 0 or self._was_written):
                 with agreeing(self._comm) as agreed:
-                    self._state(agreed, find_shards(self._model, self._include, self._exclude))
+                    self._look(agreed)
                 self._set_aside(*self._choose(agreed))
                 self._dense, self._was_written = None, False
         finally:
             self._prune_again()
 
-    def _prune_again(self, _: Optimizer | None = None) -> None:
+    @override
+    def _before_closure(self, _: Optimizer) -> None:
+        self._prune_again()  # it may be called again, on weights that have moved
+
+    def _prune_again(self) -> None:
         """Set aside what is dense, by the mask of before: within a step, or after one that raised. Local."""
         for shard in self._dense or ():
             set_aside(shard.local, self._aside[shard.name])

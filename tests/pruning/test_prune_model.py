@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from distprune import Geometry, LocalShard, Ownership, PruneReport, Score, compute_masks, prune_model, prune_shards
 from distprune.collectives.communicator import ProcessGroup
-from distprune.pruning.agreement import agree_on_model
+from distprune.pruning.agreement import NamedWeights
 from distprune.scores.as_score import ScoreLike
 from distprune.scores.base import Elements, ElementwiseScore
 from distprune.scores.channel_norm import ChannelNorm
@@ -151,7 +151,7 @@ def test_ranks_that_hold_different_parameters_tell_each_other() -> None:
         found = []
         for model in (first, other if rank else first):
             comm = ProcessGroup()
-            agreed = agree_on_model(comm, model, (), ())
+            agreed = NamedWeights(model).agree(comm)
             found.append((comm.traffic.num_rounds, [m.name for m in agreed.roster.members]))
         return found
 
