@@ -11,12 +11,12 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "distprune"
 # By folder, "." the files beside them: the most lines of code that it may have, and the goal.
 LINES = {
-    ".": (423, 320),
+    ".": (417, 320),
     "calibration": (1933, 1350),
     "checkpoint": (1523, 1180),
-    "cli": (639, 410),
+    "cli": (628, 410),
     "collectives": (675, 640),
-    "jobs": (2238, 1280),
+    "jobs": (2196, 1280),
     "kernels": (814, 800),
     "masks": (489, 470),
     "models": (898, 690),

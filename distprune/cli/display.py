@@ -12,7 +12,7 @@ from typing_extensions import override
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.formatting import printable
 from distprune.jobs import Watcher
-from distprune.jobs.figures import mean_error
+from distprune.jobs.picture import mean_error
 
 _IN_A_LOG = {"mininterval": 30, "delay": 30, "ncols": 80, "ascii": True}  # of tqdm: a line in as many seconds
 
@@ -25,7 +25,6 @@ class Display(Watcher):
         self._visible, self._is_terminal = visible, sys.stderr.isatty()
         self._tqdm = import_extra("tqdm", "hf").tqdm
         self._bar: Any = None
-        self._block_seconds: list[float] = []
 
     def __enter__(self) -> Self:
         return self
@@ -47,35 +46,21 @@ class Display(Watcher):
     def progress(self, stage: str, unit: str, done: int, total: int) -> None:
         """Draw a bar; in a log, of a stage that takes long, a line now and then."""
         self.stage = stage
-        if self._visible:
-            bar = self._bar_of(stage, unit=unit, unit_scale=unit == "bytes", total=total)
-            bar.update(done - bar.n)
+        if not self._visible:
+            return
+        if self._bar is None or self._bar.desc != stage:
+            self.close()
+            settings = {} if self._is_terminal else _IN_A_LOG
+            units = {"unit": unit, "unit_scale": unit == "bytes"}
+            self._bar = self._tqdm(desc=stage, leave=False, initial=done, total=total, **units, **settings)
+        self._bar.update(done - self._bar.n)
 
     @override
     def block(self, report: Mapping[str, Any], num_blocks: int) -> None:
-        """Show the time left and the error of the block just done: in a bar, or in a log as one line a block."""
-        if not self._visible:
-            return
         error, num_done = mean_error(report["layers"]), report["index"] + 1
         shown = "none" if error is None else f"{error:.4f}"
-        self._block_seconds.append(sum(report["seconds"].values()))
-        if self._is_terminal:
-            bar = self._bar_of("pruning", unit="block", initial=num_done - 1, total=num_blocks, mininterval=0)
-            bar.set_postfix_str(f"error {shown}", refresh=False)
-            bar.update(num_done - bar.n)
-        else:
-            left = sum(self._block_seconds) / len(self._block_seconds) * (num_blocks - num_done)
-            self.say(
-                f"pruned {report['name']}, {num_done} of {num_blocks} blocks: relative error {shown}, "
-                f"{self._tqdm.format_interval(left)} left"
-            )
-
-    def _bar_of(self, stage: str, **settings: Any) -> Any:
-        """Return the bar of a stage; that of the stage before goes away."""
-        if self._bar is None or self._bar.desc != stage:
-            self.close()
-            self._bar = self._tqdm(desc=stage, leave=False, **settings, **({} if self._is_terminal else _IN_A_LOG))
-        return self._bar
+        self.say(f"pruned {report['name']}, {num_done} of {num_blocks} blocks: relative error {shown}")
+        self.progress(self.stage, "blocks", num_done, num_blocks)
 
     def close(self) -> None:
         """Take the bar away."""

@@ -6,11 +6,12 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from distprune.checkpoint.inspect import InspectReport
+from distprune.checkpoint.inspect import InspectReport, TensorReport
 from distprune.formatting import count, gibibytes, share
 from distprune.jobs import JobReport, PlannedWalk, Sampled, Trained, Work
-from distprune.jobs.figures import WIDTH, inspection_rows, kinds_of_tensors, laid_out, memory_rows
 from distprune.jobs.options import REPORT_NAME
+from distprune.jobs.picture import kind_of
+from distprune.jobs.report import inspection_rows, laid_out, memory_rows
 
 _MOST_KINDS = 15  # of tensors
 
@@ -30,7 +31,7 @@ def _of_job(report: JobReport[Work]) -> list[str]:
     if isinstance(report.work, Trained):
         words = ["compare", job.model, output] if (report.model / REPORT_NAME).is_file() else ["inspect", output]
     written = ("output", f"{output} (report.json there has all)")
-    return [*str(report).splitlines(), *laid_out([written]), *_command_row(words)]
+    return [*str(report).splitlines(), *laid_out([written]), _next(words)]
 
 
 def _of_sample(sampled: Sampled) -> list[str]:
@@ -42,7 +43,7 @@ def _of_sample(sampled: Sampled) -> list[str]:
         ("output", str(sampled.path)),
     ]
     words = ["prune", sampled.model, "--sparsity", "0.5", "--own-words", str(sampled.path), "--output", "pruned"]
-    return [f"{Path(sampled.model).name}, own words written", *laid_out(shown), *_command_row(words)]
+    return [f"{Path(sampled.model).name}, own words written", *laid_out(shown), _next(words)]
 
 
 def _of_plan(walk: PlannedWalk) -> list[str]:
@@ -56,19 +57,19 @@ def _of_plan(walk: PlannedWalk) -> list[str]:
 def _of_directory(report: InspectReport) -> list[str]:
     """Return the totals of a directory, and its kinds of tensors, in at most 25 lines."""
     shown = [*inspection_rows(report), ("tensors", f"{len(report.tensors):,}")]
-    kinds = kinds_of_tensors(report.tensors)
     lines = [report.path, *laid_out(shown), "  sparsity  weights  tensors"]
+    kinds: dict[str, list[TensorReport]] = {}
+    for tensor in report.tensors:
+        kinds.setdefault(kind_of(tensor.name), []).append(tensor)
     for name, tensors in [*kinds.items()][:_MOST_KINDS]:
-        num_zeros, num_elements = sum(of.num_zeros for of in tensors), sum(of.num_elements for of in tensors)
-        common = [pattern for pattern in tensors[0].patterns if all(pattern in of.patterns for of in tensors)]
-        holds = f"  {' '.join(common)}" if common else ""
+        num_zeros, num_elements = sum(one.num_zeros for one in tensors), sum(one.num_elements for one in tensors)
+        patterns = [pattern for pattern in tensors[0].patterns if all(pattern in one.patterns for one in tensors)]
         zero = share(num_zeros / max(num_elements, 1))
-        lines.append(f"  {zero:>8}{count(num_elements):>9}{len(tensors):>9}  {name}{holds}")
+        lines.append(f"  {zero:>8}{count(num_elements):>9}{len(tensors):>9}  {'  '.join([name, *patterns])}")
     more = f", and {len(kinds) - _MOST_KINDS} more kinds" if len(kinds) > _MOST_KINDS else ""
     return [*lines, f"  --json prints all tensors{more}"]
 
 
-def _command_row(words: Sequence[str]) -> list[str]:
-    """Return the lines of a command of ours, with the shell's sign where it goes on."""
-    lines = laid_out([("next", shlex.join(["distprune", *words]))], WIDTH - 2)
-    return [*(f"{line} \\" for line in lines[:-1]), lines[-1]]
+def _next(words: Sequence[str]) -> str:
+    """Return the line of a command of ours, however long: it is there to be copied."""
+    return f"  {'next':<11}  {shlex.join(['distprune', *words])}"

@@ -12,12 +12,11 @@ from typing_extensions import override
 
 from distprune.checkpoint.hf_directory import CONFIG_NAME
 from distprune.checkpoint.inspect import inspect_directory
-from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.stored_slices import Progress
-from distprune.figure import check_picture, new_figure, write_png
+from distprune.figure import new_figure, saved
 from distprune.formatting import one_line, printable, share
-from distprune.jobs.figures import Row, inspection_rows, perplexities, rows
 from distprune.jobs.options import REPORT_NAME
+from distprune.jobs.report import Row, inspection_rows, perplexities, rows
 
 _LOGARITHMIC_FROM = 10.0  # times the lowest perplexity
 
@@ -79,33 +78,26 @@ class Comparison:
             FileExistsError: the file is there, and ``overwrite`` is off.
             OSError: it cannot be written.
         """
-        if path is not None:
-            check_picture(path, overwrite=overwrite)
         if not (texts := self.texts):
             raise ValueError("there is no perplexity to draw: run the jobs with --eval")
         figure = new_figure(6.0, 4.5 * len(texts))
         for panel, text in zip(figure.subplots(len(texts), squeeze=False)[:, 0], texts, strict=True):
-            self._draw_text(panel, text)
-        if path is not None:
-            write_png(figure, path, overwrite=overwrite)
-        return figure
-
-    def _draw_text(self, panel: Any, text: str) -> None:
-        evaluated = [output for output in self.outputs if text in output.perplexity]
-        for method in dict.fromkeys(output.method for output in evaluated):
-            points = sorted((of.share, of.perplexity[text][1]) for of in evaluated if of.method == method)
-            panel.plot(*zip(*points, strict=True), label=method, marker="o")
-        for before in {output.perplexity[text][0] for output in evaluated if not output.is_trained}:
-            panel.axhline(before, color="0.4", linestyle=":", label="before")
-        panel.set_title(f"Perplexity on {text}", fontsize="medium")
-        panel.set_xlabel("zeros of the prunable weights, or what is gone of all parameters")
-        panel.set_ylabel("perplexity (lower is better)")
-        panel.xaxis.set_major_formatter(import_extra("matplotlib.ticker", "plot").PercentFormatter(xmax=1.0))
-        panel.grid(alpha=0.3)
-        panel.legend(fontsize="small")
-        after = [output.perplexity[text][1] for output in evaluated]
-        if max(after) > _LOGARITHMIC_FROM * min(after):
-            panel.set_yscale("log")
+            outputs = [output for output in self.outputs if text in output.perplexity]
+            for method in dict.fromkeys(output.method for output in outputs):
+                points = sorted((one.share, one.perplexity[text][1]) for one in outputs if one.method == method)
+                panel.plot(*zip(*points, strict=True), label=method, marker="o")
+            for before in {output.perplexity[text][0] for output in outputs if not output.is_trained}:
+                panel.axhline(before, color="0.4", linestyle=":", label="before")
+            after = [output.perplexity[text][1] for output in outputs]
+            panel.set(
+                xlabel="share of zeros of the prunable weights, or what is gone of all parameters",
+                ylabel="perplexity (lower is better)",
+                yscale="log" if max(after) > _LOGARITHMIC_FROM * min(after) else "linear",
+            )
+            panel.set_title(f"Perplexity on {text}", fontsize="medium")
+            panel.grid(alpha=0.3)
+            panel.legend(fontsize="small")
+        return saved(figure, path, overwrite=overwrite)
 
 
 def compare_outputs(outputs: Sequence[str | Path], *, progress: Progress = None) -> Comparison:
@@ -121,31 +113,30 @@ def compare_outputs(outputs: Sequence[str | Path], *, progress: Progress = None)
         ValueError: a report, or a model without one, is damaged.
     """
     paths = [*map(Path, outputs)]
-    if missing := [str(path) for path in paths if not any((path / of).is_file() for of in (REPORT_NAME, CONFIG_NAME))]:
+    files = (REPORT_NAME, CONFIG_NAME)
+    if missing := [str(path) for path in paths if not any((path / name).is_file() for name in files)]:
         raise FileNotFoundError(
             f"{', '.join(missing)}: no output, without a {REPORT_NAME} or a {CONFIG_NAME}; name directories of models"
         )
-    return Comparison(
-        tuple(_read(path) if (path / REPORT_NAME).is_file() else _inspected(path, progress) for path in paths)
-    )
+    return Comparison(tuple(_read(path, progress) for path in paths))
 
 
-def _inspected(path: Path, progress: Progress) -> ComparedOutput:
+def _read(path: Path, progress: Progress) -> ComparedOutput:
+    if (path / REPORT_NAME).is_file():
+        return _of_report(path)
     report = inspect_directory(path, progress=progress)
     num_zeros, num_prunable, _ = report.prunable_zeros or (0, 0, None)
     part = num_zeros / num_prunable if num_prunable else report.sparsity
     return ComparedOutput(path, inspection_rows(report), "no job", part, {})
 
 
-def _read(path: Path) -> ComparedOutput:
+def _of_report(path: Path) -> ComparedOutput:
     try:
         report = json.loads((path / REPORT_NAME).read_text(encoding="utf-8"))
         shown, removal = rows(report, in_full=True), report.get("removal")
         if removal is not None:
-            method, part = (
-                f"shrink by {removal['method']}",
-                1 - removal["num_parameters"] / removal["num_parameters_before"],
-            )
+            method = f"shrink by {removal['method']}"
+            part = 1 - removal["num_parameters"] / removal["num_parameters_before"]
         else:
             method, part = dict(shown)["method"], float(report["zeros"]["sparsity"])
             pattern = str(report["arguments"].get("pattern", "unstructured"))

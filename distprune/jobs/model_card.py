@@ -6,18 +6,24 @@ import json
 import shlex
 from pathlib import Path
 
-from distprune.checkpoint.hf_directory import CONFIG_NAME
 from distprune.checkpoint.hub import name_of_model
 from distprune.checkpoint.optional_packages import import_extra
-from distprune.jobs.figures import OF_A_RUN, rows
 from distprune.jobs.options import options_of
-from distprune.jobs.report import JobReport, SmallerModel, Trained, Work
+from distprune.jobs.report import OF_A_RUN, JobReport, SmallerModel, Trained, Work, rows
 from distprune.patterns.base import Pattern
 
 CARD_NAME = "README.md"
 
 _TAGS = ("distprune", "pruned")
-_TOKENIZER_CONFIG = "tokenizer_config.json"
+_LOADING = """Load it:
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+path = {path}  # this directory, or its id on the hub
+model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained(path)
+```"""
 _VERBS: dict[type, str] = {Trained: "finetune", SmallerModel: "shrink"}  # the others prune
 _SAID = {"method", "calibration", "streamed"}  # also where they are the default: they tell jobs apart
 
@@ -36,15 +42,13 @@ def model_card(report: JobReport[Work]) -> bytes:
     of_hub = name != report.model.name  # else what the card before says of its base is true of this model, too
     if of_hub:
         card.data.base_model = name
-    if card.data.license is None:
-        card.data.license = json.loads((report.model / CONFIG_NAME).read_bytes()).get("license")
     is_sparse = report.zeros is not None and report.zeros.num_zeros > 0
     card.data.tags = sorted({*(card.data.tags or ()), *_TAGS, *(("sparse",) if is_sparse else ())})
     shown = [row for row in rows(report.to_dict()) if row[0] not in OF_A_RUN]  # the same job writes the same card
     shown.append(("made with", f"distprune {report.versions['distprune']}, torch {report.versions['torch']}"))
     lines = [f"# {name}, {report.done}", "", "| | |", "|---|---|"]
     lines += [f"| {what} | {how_much} |" for what, how_much in shown]
-    lines += ["", "Load it:", "", "```python", *_loading(report), "```"]
+    lines += ["", _LOADING.format(path=json.dumps(Path(report.job.output).name))]
     if not isinstance(getattr(report.job, "pattern", None), Pattern):  # from Python, it is no option
         model = f"{name}@{report.model.name}" if of_hub else name  # with the commit
         lines += ["", "Made by", "", "```bash", _command(report, model), "```"]
@@ -52,19 +56,6 @@ def model_card(report: JobReport[Work]) -> bytes:
         lines += ["", f"What follows is the card of {name} before it was {report.done}.", "", card.text.strip()]
     card.text = "\n".join(lines) + "\n"
     return str(card).encode()
-
-
-def _loading(report: JobReport[Work]) -> list[str]:
-    """Return the lines that load the output, where it lies or under its name on the hub."""
-    has_tokenizer = (report.model / _TOKENIZER_CONFIG).is_file()
-    tokenizer = "tokenizer = AutoTokenizer.from_pretrained(path)"
-    return [
-        f"from transformers import AutoModelForCausalLM{', AutoTokenizer' if has_tokenizer else ''}",
-        "",
-        f"path = {json.dumps(Path(report.job.output).name)}  # this directory, or its id on the hub",
-        'model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")',
-        *([tokenizer] if has_tokenizer else []),
-    ]
 
 
 def _command(report: JobReport[Work], model: str) -> str:

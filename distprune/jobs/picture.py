@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from distprune.checkpoint.hub import name_of_model
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.figure import new_figure, png_of
 from distprune.formatting import share
-from distprune.jobs.figures import errors_by_kind
 from distprune.jobs.report import JobReport, PrunedBlocks, Trained, Work
 
 PICTURE_NAME = "report.png"
 
-_NUM_COLORS = 10
-_STROKES = ("-", "--", ":", "-.")  # the next one where the colors have been used up
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component of a dotted name
 _ERROR = (
     "Relative error of each layer on the calibration windows:\n"
     "‖outputs before - outputs after‖ / ‖outputs before‖"  # for the same inputs
@@ -38,24 +38,47 @@ def picture(report: JobReport[Work]) -> bytes:
     """
     work = report.work
     assert isinstance(work, PrunedBlocks | Trained)  # there is no picture of the others
+    method = work.method if isinstance(work, Trained) else work.walk.method
+    zeros = f"{share(work.zeros.sparsity)} of the prunable weights are zero"
     figure = new_figure(9.0, 4.5)
+    figure.suptitle(f"{name_of_model(report.model)}: {zeros}, by {method}")
     axes = figure.subplots()
     if isinstance(work, Trained):
-        method = work.method
         axes.plot(range(1, len(work.losses) + 1), list(work.losses), linewidth=0.8)
-        axes.set_xlabel("step")
-        axes.set_ylabel("loss of a step, in nats per token")
+        axes.set(xlabel="step", ylabel="loss of a step, in nats per token")
     else:
-        method = work.walk.method
-        for number, (name, by_depth) in enumerate(errors_by_kind(work.blocks).items()):
-            style = {"linestyle": _STROKES[number // _NUM_COLORS % len(_STROKES)], "linewidth": 1.2}
-            axes.plot(list(by_depth), list(by_depth.values()), label=name, marker="o", markersize=3, **style)
+        for name, by_depth in errors_by_kind(work.blocks).items():
+            axes.plot(list(by_depth), list(by_depth.values()), label=name, marker="o", markersize=3, linewidth=1.2)
         axes.set_title(_ERROR, fontsize="medium")
-        axes.set_xlabel("block")
-        axes.set_ylim(bottom=0)
+        axes.set(xlabel="block", ylim=(0, None))
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize="small")
     axes.xaxis.set_major_locator(import_extra("matplotlib.ticker", "plot").MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
-    zeros = f"{share(work.zeros.sparsity)} of the prunable weights are zero"
-    figure.suptitle(f"{name_of_model(report.model)}: {zeros}, by {method}")
     return png_of(figure)
+
+
+def errors_by_kind(blocks: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, float | None]]:
+    """Return the mean relative error of every kind of layer, by the number of the block."""
+    kinds: dict[str, dict[int, float | None]] = {}
+    for block in blocks:
+        layers: dict[str, list[Mapping[str, Any]]] = {}
+        for layer in block["layers"]:
+            layers.setdefault(kind_of(str(layer["name"]).removeprefix(f"{block['name']}.")), []).append(layer)
+        for kind, some in layers.items():
+            kinds.setdefault(kind, {})[int(block["index"])] = mean_error(some)
+    return kinds
+
+
+def kind_of(name: str) -> str:
+    """Return a name with ``*`` for its numbers: a *kind* is one projection, or the same one of all experts.
+
+    >>> kind_of("experts.up.11")
+    'experts.up.*'
+    """
+    return _NUMBER.sub("*", name)
+
+
+def mean_error(layers: Iterable[Mapping[str, Any]]) -> float | None:
+    """Return the mean relative error of those layers of a block that have one."""
+    errors = [layer["relative_error"] for layer in layers if layer["relative_error"] is not None]
+    return sum(errors) / len(errors) if errors else None

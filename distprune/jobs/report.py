@@ -1,24 +1,30 @@
-"""What a job did: one typed report, from which report.json, the model card, the picture and the summary are made."""
+"""What a job did: one typed report, and the rows of words that the terminal, the model card and ``compare`` print."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from typing_extensions import override
 
+from distprune.calibration.own_words import SELF
 from distprune.checkpoint.hub import name_of_model
-from distprune.formatting import one_line, share, zeros
-from distprune.jobs.figures import laid_out, rows
+from distprune.checkpoint.inspect import InspectReport
+from distprune.formatting import count, one_line, share, zeros
 from distprune.jobs.options import Job
 from distprune.oneshot.allocation import Allocation
 from distprune.oneshot.report import OneShotReport
 from distprune.pruning.report import PruneReport
+from distprune.removal.choose_units import resolved_refit
 
-_MOST_LINES = 15
+OF_A_RUN = ("resumed", "seconds", "peak memory", "on a device")  # rows in which two runs of a job differ
+_MOST_LINES, _WIDTH = 15, 80
+
+Row: TypeAlias = tuple[str, str]  # what, and how much
 
 
 @dataclass(frozen=True)
@@ -198,3 +204,125 @@ class JobReport(Generic[_Work]):
             "zeros": None if self.zeros is None else {**vars(self.zeros), "sparsity": self.zeros.sparsity},
             _KEYS[type(self.work)]: self.work.to_dict(),
         }
+
+
+def rows(report: Mapping[str, Any], *, in_full: bool = False) -> list[Row]:
+    """Return what ``report``, as report.json has it, says in words: (what, how much). Local.
+
+    ``in_full``: with the paths of the texts that were evaluated on, and how much of each, which tell them apart.
+    """
+    asked, counted, seconds = report["arguments"], report["zeros"], report["stage_seconds"]
+    shown: list[Row] = []
+    if counted is not None:
+        shown.append(("sparsity", zeros(counted["num_zeros"], counted["num_prunable"], counted["num_parameters"])))
+    for key, rows_of in _ROWS.items():
+        shown += rows_of(report[key], asked) if key in report else []
+    stages = ", ".join(f"{stage} {took:.1f}" for stage, took in seconds.items() if stage != "total")
+    shown += [("seconds", f"{seconds['total']:.1f}: {stages}"), *memory_rows(report["peak_memory"])]
+    shown += memory_rows(report["peak_device_memory"], "on a device")
+    for text, (before, after) in perplexities(report, in_full=in_full).items():
+        shown.append((f"perplexity on {text}", f"{before:.2f} -> {after:.2f}"))
+    for task, metrics in report["tasks_after"].items():
+        for metric, value in metrics.items():
+            shown.append((f"{metric} on {task}", f"{report['tasks_before'][task][metric]:.4f} -> {value:.4f}"))
+    return shown
+
+
+def perplexities(report: Mapping[str, Any], *, in_full: bool = False) -> dict[str, tuple[float, float]]:
+    """Return the perplexities before and after, by text: with ``in_full`` its path and how much of it was run."""
+    asked, before = report["arguments"], report["perplexity_before"]
+    tokens, length = asked["evaluation_tokens"], asked["evaluation_length"]
+    shown = {}
+    for file, after in report["perplexity_after"].items():
+        text = f"{Path(file).name}, in windows of {length:,} tokens"
+        text = f"{file}, {tokens:,} tokens in windows of {length:,}" if in_full else text
+        shown[text] = (float(before[file]), float(after))
+    return shown
+
+
+def memory_rows(sizes: Sequence[int], name: str = "peak memory") -> Iterator[Row]:
+    """Yield the most that one rank had; of no ``sizes`` nothing."""
+    if sizes:
+        largest = f", in the largest of {len(sizes)} processes" if len(sizes) > 1 else ""
+        yield name, f"{max(sizes) / 2**20:,.0f} MiB{largest}"
+
+
+def _pruning_rows(pruning: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[Row]:
+    if "blocks" not in pruning:
+        yield from (("method", pruning["score"]), ("pattern", pruning["pattern"]))
+        yield "calibration", "none: weights are chosen by their values alone"
+        return
+    by_row = pruning["method"] == "wanda" and pruning["pattern"].startswith("Unstructured")
+    yield from (("method", pruning["method"]), ("allocation", pruning["allocation"]))
+    yield "pattern", f"{pruning['pattern']}{', each row by itself' if by_row else ''}"
+    yield from _walk_rows(pruning, asked)
+    layers = [layer for block in pruning["blocks"] for layer in block["layers"]]
+    errors = {layer["name"]: layer["relative_error"] for layer in layers if layer["relative_error"] is not None}
+    if errors:
+        worst = max(errors, key=lambda name: errors[name])
+        yield "worst layer", f"{worst}, relative error {errors[worst]:.4f}"
+
+
+def _training_rows(training: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[Row]:
+    if asked["data"] != SELF:
+        data = Path(asked["data"]).name
+    elif isinstance(asked["own_words"], str):
+        data = f"own words, {Path(asked['own_words']).name}; no text"
+    else:
+        data = "what the teacher wrote; no text"
+    yield "method", training["method"]
+    windows = f"{asked['batch_size']} windows of {asked['sequence_length']} tokens"
+    yield "trained", f"{training['num_steps']} steps of {windows} of {data}"
+    yield "loss", f"{training['losses'][0]:.4f} -> {training['losses'][-1]:.4f}"
+    if training["resumed_at"]:
+        yield "resumed", f"after step {training['resumed_at']}"
+
+
+def _removal_rows(removal: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[Row]:
+    num, num_before = removal["num_parameters"], removal["num_parameters_before"]
+    yield "parameters", f"{count(num)} of {count(num_before)}, {share(1 - num / num_before)} removed"
+    num_layers, num_layers_before = len(removal["layers"]), removal["num_layers_before"]
+    left = [f"layers {num_layers} of {num_layers_before}"] if num_layers < num_layers_before else []
+    kept = [kept for block in removal["blocks"] for kept in block["kept"]]
+    left += [f"{units['kind'].replace('_', ' ')} {units['num']:,} of {units['num_before']:,}" for units in kept]
+    yield "left", "; ".join(dict.fromkeys(left))
+    yield "method", f"{removal['method']}, {removal['pattern']}"
+    yield "refit", resolved_refit(asked["refit"], asked["targets"])[0].replace("_", " ")
+    if removal["trials"]:
+        yield "tried", f"{len(removal['trials'])} divisions of the budget"
+    yield from _walk_rows(removal, asked)
+
+
+def _walk_rows(walk: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield what was calibrated with, and whether by an earlier start, too."""
+    num_text, num_continuing, num_own = (walk["windows"][kind] for kind in ("text", "continuing", "own"))
+    tokens = f"windows of {asked['sequence_length']} tokens"
+    if num_text:
+        continued = f", {num_continuing} of them continuing it" if num_continuing else ""
+        num_written = num_continuing + num_own
+        written = f", and {num_written} that the model wrote{continued}" if num_written else ""
+        yield "calibration", f"{num_text} {tokens} of {Path(asked['calibration']).name}{written}"
+    else:
+        yield "calibration", f"{num_own} {tokens} that the model wrote; no text"
+    if walk["resumed_at"]:
+        yield "resumed", f"at block {walk['resumed_at']}: seconds and memory are of this run alone"
+
+
+_ROWS = {"removal": _removal_rows, "training": _training_rows, "pruning": _pruning_rows}
+
+
+def inspection_rows(report: InspectReport) -> list[Row]:
+    """Return how sparse a model directory is."""
+    of_all = f"{share(report.sparsity)} of {count(report.num_elements)} parameters are zero"
+    if report.prunable_zeros is None:
+        return [("sparsity", of_all)]
+    return [("sparsity", zeros(*report.prunable_zeros)), ("all zeros", of_all)]
+
+
+def laid_out(shown: Iterable[Row]) -> list[str]:
+    """Return the lines of rows, wrapped; a path or another long word is not cut."""
+    lines = []
+    for name, text in shown:
+        paragraph = f"  {name:<11}  {text}"
+        lines += wrap(paragraph, _WIDTH, subsequent_indent=" " * 15, break_long_words=False, break_on_hyphens=False)
+    return lines

@@ -9,7 +9,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from distprune.figure import check_picture, new_figure, write_png
+from distprune.figure import new_figure, saved
 from distprune.formatting import count, one_line, share
 
 _NUM_SHOWN = 8  # updates; the others are in ``updates``
@@ -82,8 +82,6 @@ class TrainingReport:
             FileExistsError: it is there, and ``overwrite`` is off.
             OSError: it cannot be written.
         """
-        if path is not None:
-            check_picture(path, overwrite=overwrite)
         figure = new_figure(9.0, 4.5)
         sparsity = figure.subplots()
         steps = [0, *(update.step for update in self.updates), self.num_steps]
@@ -96,6 +94,4 @@ class TrainingReport:
             loss = sparsity.twinx()
             loss.plot(range(len(losses)), list(losses), color="tab:orange", linewidth=0.8)
             loss.set_ylabel("loss", color="tab:orange")
-        if path is not None:
-            write_png(figure, path, overwrite=overwrite)
-        return figure
+        return saved(figure, path, overwrite=overwrite)

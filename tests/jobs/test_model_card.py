@@ -14,8 +14,8 @@ from huggingface_hub import ModelCard, constants
 
 from distprune import Unstructured
 from distprune.jobs import Evaluation, OneShotJob, PruneJob, run_one_shot_job, run_prune_job
-from distprune.jobs.figures import OF_A_RUN, rows
 from distprune.jobs.model_card import model_card
+from distprune.jobs.report import OF_A_RUN, rows
 from tests.cli.test_main import asked
 
 OWN = "---\nlicense: apache-2.0\nbase_model: org/dense\ntags:\n- llama\n---\n# A llama\n\nIt grazes.\n"
@@ -109,14 +109,6 @@ def test_the_command_is_the_job(job: OneShotJob, more: dict[str, Any]) -> None:
     assert asked(words) == dataclasses.replace(done, overwrite=False, **names)
     wrote = "that the model wrote; no text" if done.calibration == "self" else "of text.txt"
     assert f"| calibration | 5 windows of 24 tokens {wrote} |" in card.text
-
-
-def test_the_license_of_the_config(job: OneShotJob) -> None:
-    config = Path(job.model) / "config.json"
-    config.write_text(config.read_text().replace("{", '{"license": "mit",', 1))
-    run_one_shot_job(job)
-    card: Any = ModelCard.load(Path(job.output) / "README.md")
-    assert card.data.license == "mit"
 
 
 def test_a_damaged_card_does_not_stop_a_job(job: OneShotJob) -> None:

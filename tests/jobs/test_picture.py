@@ -12,9 +12,8 @@ import pytest
 
 from distprune.cli.display import Display
 from distprune.jobs import OneShotJob, PruneJob, run_one_shot_job, run_prune_job
-from distprune.jobs.figures import errors_by_kind, mean_error
 from distprune.jobs.options import REPORT_NAME
-from distprune.jobs.picture import PICTURE_NAME, can_draw, picture
+from distprune.jobs.picture import PICTURE_NAME, can_draw, errors_by_kind, mean_error, picture
 from distprune.jobs.report import PrunedBlocks, Trained
 from tests.small_job import block_entry, small_job
 

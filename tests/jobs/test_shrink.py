@@ -22,8 +22,8 @@ from distprune.jobs import (
     run_finetune_job,
     run_shrink_job,
 )
-from distprune.jobs.figures import rows
 from distprune.jobs.options import REPORT_NAME
+from distprune.jobs.report import rows
 from distprune.oneshot.report import OneShotReport
 from tests.hf_models import make_model, make_tokenizer
 from tests.jobs.jobs_of_a_kind import run_on_rank
