@@ -209,7 +209,7 @@ class InputStatistics:
         for owner in sorted({shared.owner for shared in inputs}):
             mine = [shared for shared in inputs if shared.owner == owner]
             sizes = [8 * shared.num_in**2 * (1 + self._is_shifted(shared.names[0])) for shared in mine]
-            waves.append([[mine[i] for i in some] for some in batches(range(len(mine)), sizes, room)])
+            waves.append([*batches(zip(mine, sizes, strict=True), room)])
         for wave in itertools.zip_longest(*waves, fillvalue=()):
             yield [shared for some in wave for shared in some]
 

@@ -152,7 +152,7 @@ class UnitKeys:
     def device(self) -> torch.device:
         return self.tensor.device
 
-    def keys(self, order: Order, memory: Any = None) -> Iterator[Any]:  # noqa: ARG002
+    def keys(self, order: Order) -> Iterator[Any]:  # noqa: ARG002
         for keys in torch.split(self.tensor, chunk_size(self.device)):
             yield keys.numpy() if on_host(self.device) else keys
 

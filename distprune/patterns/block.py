@@ -26,7 +26,7 @@ from distprune.patterns.addends import (
 )
 from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares, check_share
 from distprune.patterns.census import Competing, take_census
-from distprune.patterns.cut_bands import Answer, CutBands, CutPart
+from distprune.patterns.cut_bands import Answers, CutBands, CutPart, unpacked
 from distprune.patterns.local_blocks import LocalBlocks
 from distprune.patterns.unstructured import choose_elements
 from distprune.scores.base import LocalScores
@@ -228,11 +228,8 @@ class _LocalSums:
             return None
         numbers, values = blocks.numbers[blocks.are_cut], self._sums[1][member].T
 
-        def items(low: int, high: int) -> tuple[IntArray, torch.Tensor | None]:
-            some = slice(*np.searchsorted(numbers, [low, high]).tolist())
-            return numbers[some], values[some] if self._ranked.local[member].shard.owned else None
-
-        return CutPart(self.competing.num_of[member], (int(numbers[0]), int(numbers[-1])), items)
+        own = values if self._ranked.local[member].shard.owned else None
+        return CutPart(self.competing.num_of[member], 1, numbers, own)
 
     def decide_cut(self, selection: Selection) -> dict[int, list[BoolArray]]:
         """Return what stays of the cut blocks that ranks told this one of."""
@@ -242,15 +239,12 @@ class _LocalSums:
             answers[member].append(stays[places])
         return answers
 
-    def stays(self, selection: Selection, answers: Mapping[int, Sequence[Answer]]) -> torch.Tensor:
+    def stays(self, selection: Selection, answers: Mapping[int, Answers]) -> torch.Tensor:
         """Return which of the blocks stay of which this rank holds a part, bool."""
         stays, of_cut = self.here.stays(selection), np.flatnonzero(self._are_cut)
         for member, of_member in answers.items():
-            first = self.competing.firsts[member]
-            for low, high, bits in of_member:
-                bounds = np.searchsorted(self.here.numbers[of_cut], [first + low, first + high])
-                at = of_cut[slice(*bounds.tolist())]
-                stays[at] = np.unpackbits(bits, count=len(at)).view(np.bool_)
+            bounds = np.searchsorted(self.here.numbers[of_cut], self.competing.firsts[member : member + 2])
+            stays[of_cut[slice(*bounds.tolist())]] = unpacked(of_member)
         return torch.from_numpy(stays)
 
 

@@ -25,7 +25,7 @@ from distprune.shards.device import fetched
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 Told = tuple[IntArray, IntArray | None]  # numbers of items, and of what a rank owns its values, in words
-Answer = tuple[int, int, npt.NDArray[np.uint8]]  # which of the items in a range of bands stay, as bits
+Answers = list[tuple[int, npt.NDArray[np.uint8]]]  # how many items, and which of them stay, as bits
 
 _BATCH = 1 << 23  # bytes of small parameters that a rank sends at a time
 _WORD = 8  # bytes
@@ -33,15 +33,16 @@ _WORD = 8  # bytes
 
 @dataclass(frozen=True)
 class CutPart:
-    """What this rank holds of the cut bands of one parameter, of ``num_bands`` in all; ``bands``: the first and last.
+    """What this rank holds of the cut bands of one parameter, of ``num_bands`` with ``num_items`` each.
 
-    ``items(low, high)`` returns the numbers of those in a range of bands, ascending, counted alike by all ranks, and
-    their values, (items,) or (items, columns) of integers; ``None`` for values that another rank owns.
+    ``numbers``: of the items, ascending, counted alike by all ranks: those of a band follow those of the one before.
+    ``values``: (items,) or (items, columns) of integers; ``None`` for values that another rank owns.
     """
 
     num_bands: int
-    bands: tuple[int, int]
-    items: Callable[[int, int], tuple[IntArray, torch.Tensor | None]]
+    num_items: int
+    numbers: IntArray
+    values: torch.Tensor | None
 
 
 class CutBands:
@@ -54,7 +55,7 @@ class CutBands:
 
     def __init__(self, comm: Communicator, roster: Roster) -> None:
         self._comm, self._roster = comm, roster
-        self._asked: list[list[tuple[int, int, int, int]]] = [[] for _ in range(comm.size)]
+        self._asked: list[list[tuple[int, int]]] = [[] for _ in range(comm.size)]
         self._messages: Sequence[torch.Tensor] = []  # by rank
 
     @staticmethod
@@ -77,12 +78,19 @@ class CutBands:
         """Tell the homes what this rank holds of cut bands: ``part_of`` returns it, or ``None`` for nothing."""
 
         def questions() -> dict[int, torch.Tensor]:
-            pieces = [piece for member in members for piece in self._pieces(member, part_of(member))]
-            values = iter(fetched([values for *_, values in pieces if values is not None]))
+            parts = {member: part for member in members if (part := part_of(member)) is not None}
+            owned = {member: part.values for member, part in parts.items() if part.values is not None}
+            values = dict(zip(owned, fetched([*owned.values()]), strict=True))
             words = defaultdict[int, list[torch.Tensor]](list)
-            for rank, member, low, high, numbers, own in pieces:
-                self._asked[rank].append((member, low, high, len(numbers)))
-                words[rank] += _encoded(member, numbers, None if own is None else next(values))
+            for member, part in parts.items():
+                homes = self._roster.holders(member)
+                firsts = [-(-part.num_bands * i // len(homes)) * part.num_items for i in range(len(homes) + 1)]
+                bounds = np.searchsorted(part.numbers, firsts).tolist()
+                for home, low, high in zip(homes, bounds, bounds[1:], strict=False):
+                    if low < high:
+                        self._asked[home].append((member, high - low))
+                        own = values[member][low:high] if member in values else None
+                        words[home] += _encoded(member, part.numbers[low:high], own)
             sizes = [torch.tensor([size], dtype=torch.int64, device="cpu") for size in self._num_answered()]
             return {rank: torch.cat([sizes[rank].view(torch.uint8), *of_rank]) for rank, of_rank in words.items()}
 
@@ -99,7 +107,7 @@ class CutBands:
             found[member].append(told)
         return found
 
-    def back(self, decide: Callable[[], Mapping[int, Sequence[BoolArray]]]) -> dict[int, list[Answer]]:
+    def back(self, decide: Callable[[], Mapping[int, Sequence[BoolArray]]]) -> dict[int, Answers]:
         """Return by member what stays of this rank's items. ``decide``: of what was :meth:`told`, in its order."""
 
         def answers() -> dict[int, torch.Tensor]:
@@ -113,34 +121,21 @@ class CutBands:
 
         to = [int.from_bytes(bytes(message[:_WORD].numpy()), "little") for message in self._messages]
         received = swap_known(self._comm, answers, (to, self._num_answered()))
-        found = defaultdict[int, list[Answer]](list)
+        found = defaultdict[int, Answers](list)
         for message, of_rank in zip(received, self._asked, strict=True):
-            parts = torch.split(message, [-(-num // 8) for *_, num in of_rank])
-            for (member, low, high, _), bits in zip(of_rank, parts, strict=True):
-                found[member].append((low, high, bits.numpy()))
+            parts = torch.split(message, [-(-num // 8) for _, num in of_rank])
+            for (member, num), bits in zip(of_rank, parts, strict=True):
+                found[member].append((num, bits.numpy()))
         return found
 
     def _num_answered(self) -> list[int]:
         """Return by rank how many bytes come back."""
-        return [sum(-(-num // 8) for *_, num in of_rank) for of_rank in self._asked]
-
-    def _pieces(
-        self, member: int, part: CutPart | None
-    ) -> Iterator[tuple[int, int, int, int, IntArray, torch.Tensor | None]]:
-        """Yield what goes to each home."""
-        if part is None:
-            return
-        homes, num = self._roster.holders(member), part.num_bands
-        first, last = (band * len(homes) // num for band in part.bands)
-        for i in range(first, last + 1):
-            low, high = (_first_band(home, len(homes), num) for home in (i, i + 1))
-            numbers, values = part.items(low, high)
-            if len(numbers):
-                yield homes[i], member, low, high, numbers, values
+        return [sum(-(-num // 8) for _, num in of_rank) for of_rank in self._asked]
 
 
-def _first_band(home: int, num_homes: int, num_bands: int) -> int:
-    return -(-num_bands * home // num_homes)
+def unpacked(answers: Answers) -> BoolArray:
+    """Return which items stay. Local."""
+    return np.concatenate([np.unpackbits(bits, count=num) for num, bits in answers]).view(np.bool_)
 
 
 def _encoded(member: int, numbers: IntArray, values: torch.Tensor | None) -> list[torch.Tensor]:

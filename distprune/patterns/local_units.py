@@ -35,18 +35,12 @@ class LocalUnits:
         self.num_cut = sum(len(local.rows) * len(cut) for _, local, _, cut in self._parts)
         self.is_dense = not self.num_cut and all(local.num_local_out is None for _, local, *_ in self._parts)
 
-    @property
-    def rows(self) -> tuple[int, int]:
-        """The first and the last row of cut units."""
-        rows = np.concatenate([local.rows[[0, -1]] for _, local, _, cut in self._parts if len(local.rows) * len(cut)])
-        return int(rows.min()), int(rows.max())
-
-    def cut_between(self, low: int, high: int, device: torch.device) -> tuple[IntArray, slice | torch.Tensor]:
-        """Return the elements in cut units of rows ``low`` to ``high``: numbers, ascending, and local offsets."""
+    def cut(self, device: torch.device) -> tuple[IntArray, slice | torch.Tensor]:
+        """Return the elements in cut units: numbers, ascending, and local offsets."""
         parts = [np.empty((2, 0), dtype=np.int64)]
         for begin, local, _, cut in self._parts:
-            rows = np.arange(*np.searchsorted(local.rows, [low, high]).tolist())
-            numbers = local.rows[rows, None] * self._num_in + local.columns[cut]
+            rows = np.arange(len(local.rows))
+            numbers = local.rows[:, None] * self._num_in + local.columns[cut]
             parts.append(np.stack([numbers.reshape(-1), begin + local.offsets(rows, cut).reshape(-1)]))
         numbers, offsets = np.concatenate(parts, 1)
         order = np.argsort(numbers, kind="stable")
@@ -55,16 +49,16 @@ class LocalUnits:
             return numbers, slice(int(offsets[0]), int(offsets[-1]) + 1)
         return numbers, sent(torch.from_numpy(offsets), device)
 
-    def chunks(self, device: torch.device) -> Iterator[slice | torch.Tensor]:
-        """Yield the local offsets of whole units, some rows at a time."""
+    def whole(self, device: torch.device) -> Iterator[tuple[slice | torch.Tensor, int]]:
+        """Yield the local offsets of whole units, some rows at a time, and how many these are."""
         for begin, local, whole, _ in self._parts:
             num, width = len(local.rows), len(whole)
-            step = max(1, chunk_size(device) // max(width, 1))
-            firsts = range(0, num if width else 0, step)
-            if local.num_local_out is None and width == len(local.columns):
-                yield from (slice(begin + first * width, begin + min(first + step, num) * width) for first in firsts)
-                continue
+            is_dense = local.num_local_out is None and width == len(local.columns)
             columns = sent(torch.from_numpy(whole), device)
-            for first in firsts:
-                rows = torch.arange(first, min(first + step, num), device=device)
-                yield begin + local.offsets(rows, columns).view(-1)
+            step = max(1, chunk_size(device) // max(width, 1))
+            for first in range(0, num if width else 0, step):
+                last = min(first + step, num)
+                at: slice | torch.Tensor = slice(begin + first * width, begin + last * width)
+                if not is_dense:
+                    at = begin + local.offsets(torch.arange(first, last, device=device), columns).view(-1)
+                yield at, (last - first) * width

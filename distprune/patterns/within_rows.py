@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +17,13 @@ from typing_extensions import override
 from distprune.kernels.available import has_kernels
 from distprune.patterns.base import Choice, Pattern, Ranked, check_share, shares_of
 from distprune.patterns.census import take_census
-from distprune.patterns.cut_bands import Answer, CutBands, CutPart
-from distprune.patterns.local_units import IntArray, LocalUnits
+from distprune.patterns.cut_bands import Answers, CutBands, CutPart, unpacked
+from distprune.patterns.local_units import LocalUnits
 from distprune.patterns.on_gpu import keys_of_weights, write_masks
 from distprune.scores.base import LocalScores
 from distprune.selection.highest import keep_highest_per_row
-from distprune.selection.host import joined_keys
 from distprune.selection.order import Order
-from distprune.shards.device import SMALL, batches, count_true, on_host, sent
+from distprune.shards.device import batches, chunk_size, on_host, sent
 from distprune.shards.matrix import Matrix
 
 BoolArray = npt.NDArray[np.bool_]
@@ -62,11 +61,11 @@ class WithinRows(Pattern):
         Otherwise three (see ``CutBands``) for every parameter with cut units, or for small ones of 8 MiB a rank. A rank
         sends its own elements of cut units, at most once, to ranks that hold parts of the same parameter.
         """
-        units = _UnitRules(ranked, self)
+        units = _RowUnits(ranked, self)
         if ranked.checks:
             _, num_cut = take_census(ranked, num_cut=lambda scores: units.of(scores).num_cut)
             units.exchange(num_cut)
-        return Choice([None] * len(ranked.numels), units.decide, units.decide_all)
+        return Choice([None] * len(ranked.numels), lambda each, out: units.decide([each], [out])[0], units.decide)
 
 
 @final
@@ -134,7 +133,7 @@ class PerRow(WithinRows):
         return keep_highest_per_row(scores, round(self._share * scores.shape[1]), out)
 
 
-class _UnitRules:
+class _RowUnits:
     """How the units of all members are decided, with what the homes of cut ones have answered."""
 
     def __init__(self, ranked: Ranked, pattern: WithinRows) -> None:
@@ -142,7 +141,7 @@ class _UnitRules:
         names = [member.name for member in ranked.roster.members]
         # Both raise alike on all ranks.
         self._rules = {name: (pattern.of(name), ranked.order([i])) for i, name in enumerate(names)}
-        self._answers: dict[int, list[Answer]] = {}
+        self._answers: dict[int, Answers] = {}  # by member
 
     def _length(self, scores: LocalScores) -> int:
         return self._pattern.unit_length(scores.shard.as_matrix())
@@ -164,14 +163,10 @@ class _UnitRules:
         scores = self._ranked.local.get(member)
         if scores is None or not (units := self.of(scores)).num_cut:
             return None
+        numbers, at = units.cut(scores.device)
+        keys = self._keys(scores, at) if scores.shard.owned else None
         matrix = scores.shard.as_matrix()
-
-        def items(low: int, high: int) -> tuple[IntArray, torch.Tensor | None]:
-            numbers, at = units.cut_between(low, high, scores.device)
-            keys = self._keys(scores, at, _no_counts(scores)) if scores.shard.owned else None
-            return numbers - low * matrix.num_in, keys
-
-        return CutPart(matrix.num_rows, units.rows, items)
+        return CutPart(matrix.num_rows, matrix.num_in, numbers, keys)
 
     def _decide_told(self, cut: CutBands) -> dict[int, list[BoolArray]]:
         """Return what stays of what ranks told, which are all parts of some cut units, by member. Local."""
@@ -196,19 +191,9 @@ class _UnitRules:
             answers[member] = [stays[place] for place in places]
         return answers
 
-    def _keys(
-        self, scores: LocalScores, at: slice | torch.Tensor, counts: torch.Tensor, memory: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return the keys ``at``, in ``memory`` if given; what is gone and NaN is added to ``counts``.
-
-        Where weights regrow, the bits of keys of what is gone are inverted.
-        """
-        _, order = self._rules[scores.shard.name]
-        keys = scores.keys_at(order, at, memory)
-        if (is_gone := _are_gone(order, keys)) is not None:
-            counts[1] += count_true(is_gone)
-        if not on_host(keys.device) or (len(keys) and keys.numpy().max() > order.last):
-            counts[2] += count_true(keys > order.last)
+    def _keys(self, scores: LocalScores, at: slice | torch.Tensor) -> torch.Tensor:
+        """Return the keys ``at``; where weights regrow, the bits of keys of what is gone are inverted."""
+        keys = scores.keys_at(self._rules[scores.shard.name][1], at)
         if self._ranked.regrows and (gone := scores.is_gone(at)) is not None:
             return torch.where(gone, ~keys, keys)
         return keys
@@ -224,73 +209,66 @@ class _UnitRules:
         stays = pattern.keep_left(keys, is_gone, out) if self._ranked.of_left else pattern.keep(keys, out)
         return torch.gt(stays, is_gone, out=stays)
 
-    def decide(self, scores: LocalScores, out: torch.Tensor) -> torch.Tensor:
-        """Write what stays: see :class:`Choice`."""
-        units, counts, length = self.of(scores), _no_counts(scores), self._length(scores)
-        memory: torch.Tensor | None = None
-        for at in units.chunks(scores.device):
-            memory = self._keys(scores, at, counts, memory)
-            into = out[at].view(-1, length) if isinstance(at, slice) else None
-            stays = self._keep(*self._rules[scores.shard.name], memory.view(-1, length), into)
-            if into is None:
-                out[at] = stays.view(-1)
-        for low, high, bits in self._answers.get(self._ranked.index[scores.shard.name], ()):
-            numbers, at = units.cut_between(low, high, scores.device)
-            stays_here = np.unpackbits(bits, count=len(numbers)).view(np.bool_)
-            out[at] = sent(torch.from_numpy(stays_here), scores.device)
-            self._keys(scores, at, counts)
-        counts[0] = len(out) - count_true(out)
-        return counts
+    def decide(self, scores: Sequence[LocalScores], outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Write what stays of each, and return its counts: see :class:`Choice`. Small ones of a kind go together."""
+        counts, kinds = self._decide_on_gpu(scores, outs), defaultdict[Any, list[int]](list)
+        for i, each in enumerate(scores):
+            if i not in counts:
+                kinds[(*self._rules[each.shard.name], self._length(each), each.device)].append(i)
+        for (pattern, order, length, device), members in kinds.items():
+            zeros = torch.zeros((len(members), 3), dtype=torch.int64, device=device)
+            counts |= zip(members, zeros.unbind(), strict=True)  # in its memory
+            table: Any = zeros.numpy() if on_host(device) else zeros
+            pieces = (
+                ((i, row, at), num) for row, i in enumerate(members) for at, num in self.of(scores[i]).whole(device)
+            )
+            for batch in batches(pieces, chunk_size(device) if on_host(device) else 1):
+                parts = [self._keys(scores[i], at) for i, _, at in batch]
+                keys = parts[0] if len(parts) == 1 else torch.cat(parts)
+                stays = self._keep(pattern, order, keys.view(-1, length)).view(-1)
+                for (i, _, at), part in zip(batch, torch.split(stays, [*map(len, parts)]), strict=True):
+                    outs[i][at] = part
+                if not _are_ordinary(order, keys):
+                    for (_, row, _), part in zip(batch, parts, strict=True):
+                        self._count(order, part, table[row])
+            for row, i in enumerate(members):
+                if (answers := self._answers.get(self._ranked.index[scores[i].shard.name])) is not None:
+                    _, at = self.of(scores[i]).cut(device)
+                    outs[i][at] = sent(torch.from_numpy(unpacked(answers)), device)
+                    self._count(order, self._keys(scores[i], at), table[row])
+                table[row, 0] = len(outs[i]) - _num_true(outs[i])
+        return [counts[i] for i in range(len(scores))]
 
-    def decide_all(self, scores: Sequence[LocalScores], outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Do as :meth:`decide` for each of ``scores``: together where kernels, or a host of small ones, take many."""
-        dense = [both for both in zip(scores, outs, strict=True) if self.of(both[0]).is_dense]
-        has_gpu = has_kernels(*(each.device for each in scores))
-        counts = self._decide_on_gpu(dense) if has_gpu else self._decide_small(dense)
-        return [
-            counts[each.shard.name] if each.shard.name in counts else self.decide(each, out)
-            for each, out in zip(scores, outs, strict=True)
-        ]
+    def _count(self, order: Order, keys: torch.Tensor, counts: Any) -> None:
+        """Add how many of ``keys`` are of what is gone, and how many are NaN."""
+        keys = torch.maximum(keys, ~keys) if self._ranked.regrows else keys
+        counts[1] += _num_true(keys < order.first)
+        counts[2] += _num_true(keys > order.last)
 
-    def _decide_on_gpu(self, dense: Sequence[tuple[LocalScores, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Decide those that kernels decide; return their counts, by name."""
-        known = []
-        for scores, out in dense:
-            pattern, order = self._rules[scores.shard.name]
-            if (units := pattern.kernel(scores.shard.as_matrix())) is not None:
-                known.append((scores, units, order, out))
-        keys = keys_of_weights(self._ranked, [scores for scores, *_ in known], [order for *_, order, _ in known])
+    def _decide_on_gpu(self, scores: Sequence[LocalScores], outs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Decide those that kernels decide; return their counts, by place."""
+        known = dict[int, tuple[str, int, int]]()
+        for i, each in enumerate(scores if has_kernels(*(each.device for each in scores)) else ()):
+            kernel = self._rules[each.shard.name][0].kernel(each.shard.as_matrix())
+            if kernel is not None and self.of(each).is_dense:
+                known[i] = kernel
+        own = [scores[i] for i in known]
+        keys = keys_of_weights(self._ranked, own, [self._rules[each.shard.name][1] for each in own])
         if keys is None or keys.marked in ("masked", "left"):  # the numbers of rows and groups differ
             return {}
-        some, kinds, _, outs = zip(*known, strict=True)
-        return dict(zip((scores.shard.name for scores in some), write_masks(some, kinds, keys, outs), strict=True))
-
-    def _decide_small(self, dense: Sequence[tuple[LocalScores, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Decide those that are small, those of one kind together; return their counts, by name."""
-        kinds = defaultdict[tuple[WithinRows, Order, int], list[tuple[LocalScores, torch.Tensor]]](list)
-        for scores, out in dense:
-            if on_host(scores.device) and len(out) <= SMALL and not self._ranked.regrows:
-                kinds[*self._rules[scores.shard.name], self._length(scores)].append((scores, out))
-        counts_of = {}
-        for (pattern, order, length), small in kinds.items():
-            for which in batches(range(len(small)), [len(out) for _, out in small]):
-                batch = [small[i] for i in which]
-                numels = [len(out) for _, out in batch]
-                keys = np.empty(sum(numels), f"i{order.key_dtype.itemsize}")
-                joined_keys(order, [scores for scores, _ in batch], numels, keys)
-                stays = self._keep(pattern, order, torch.from_numpy(keys).view(-1, length)).view(-1)
-                firsts, flags = np.cumsum([0, *numels[:-1]]), (~stays.numpy(), keys < order.first, keys > order.last)
-                counts = np.stack([np.add.reduceat(flag, firsts, dtype=np.int64) for flag in flags], 1)
-                for (scores, out), part, nums in zip(
-                    batch, torch.split(stays, numels), torch.from_numpy(counts), strict=True
-                ):
-                    out.copy_(part)
-                    counts_of[scores.shard.name] = nums
-        return counts_of
+        return dict(zip(known, write_masks(own, [*known.values()], keys, [outs[i] for i in known]), strict=True))
 
 
-def _no_counts(scores: LocalScores) -> torch.Tensor:
-    return torch.zeros(3, dtype=torch.int64, device=scores.device)
+def _num_true(flags: torch.Tensor) -> Any:
+    """Return how many of ``flags`` are True, without waiting for a device."""
+    return np.count_nonzero(flags.numpy()) if on_host(flags.device) else torch.count_nonzero(flags)
+
+
+def _are_ordinary(order: Order, keys: torch.Tensor) -> bool:
+    """Return whether none of ``keys`` is known to be of what is gone, or NaN. It does not wait for a device."""
+    if not on_host(keys.device) or not keys.numel():
+        return not keys.numel()
+    return bool(keys.numpy().min() >= order.first and keys.numpy().max() <= order.last)
 
 
 def _are_gone(order: Order, keys: torch.Tensor) -> torch.Tensor | None:

@@ -182,38 +182,35 @@ class LocalScores:
         gone = is_zero(_taken(self.gone, at))
         return gone if not on_host(self.device) or gone.numpy().any() else None
 
-    def keys(self, order: Any, memory: Any = None) -> Iterator[Any]:
+    def keys(self, order: Any) -> Iterator[Any]:
         """Yield the keys (see ``selection/order.py``) of all elements, chunk by chunk, in local order.
 
-        On the host arrays, which may be in the memory of the one before, or in ``memory``; on a device tensors.
+        On the host arrays, on a device tensors.
         """
-        step, array = chunk_size(self.device), self._bits_of_keys(order)
-        if array is not None:
-            magnitude = np.iinfo(array.dtype).max
-            if len(array) > step:
-                memory = np.empty(step, array.dtype)
-            for start in range(0, len(array), step):
-                bits = array[start : start + step]
-                yield np.bitwise_and(bits, magnitude, out=None if memory is None else memory[: len(bits)])
-            return
-        numel = self.shard.geometry.local_numel
+        numel, step, bits = self.shard.geometry.local_numel, chunk_size(self.device), self._bits(order)
         for start in range(0, numel, step):
-            keys = self.keys_at(order, slice(start, min(start + step, numel)))
-            yield keys.numpy() if on_host(self.device) else keys
+            at = slice(start, min(start + step, numel))
+            if bits is not None:
+                yield bits[at] & np.iinfo(bits.dtype).max
+            else:
+                keys = self.keys_at(order, at)
+                yield keys.numpy() if on_host(self.device) else keys
 
-    def _bits_of_keys(self, order: Any) -> Any:
-        """Return the shard's bits, on the host, if these are the keys but for signs."""
+    def keys_at(self, order: Any, at: slice | torch.Tensor) -> torch.Tensor:
+        """Return the keys of the elements at ``at``, 1-D; integers that score themselves are returned as they are."""
+        if (bits := self._bits(order)) is not None and isinstance(at, slice):
+            return torch.from_numpy(bits[at] & np.iinfo(bits.dtype).max)
+        keys: torch.Tensor = order.keys(self.values(at))
+        if not order.zeros_gone and not self.regrows and (gone := self.is_gone(at)) is not None:
+            return (keys if order.has_nans else keys.clone()).masked_fill_(gone, order.gone)  # integers may be its own
+        return keys
+
+    def _bits(self, order: Any) -> Any:
+        """Return the shard's bits, on the host, if these are the keys but for signs: half of what torch takes."""
         is_kept = order.zeros_gone or self.gone is None  # what is gone needs no other key
         if is_kept and self.score.is_weight and order.reads_bits(self.shard.local.dtype):
             return as_array(self.shard.local)
         return None
-
-    def keys_at(self, order: Any, at: slice | torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the keys of the elements at ``at``, 1-D: new, or in ``out``."""
-        keys: torch.Tensor = order.keys(self.values(at), out)
-        if not order.zeros_gone and not self.regrows and (gone := self.is_gone(at)) is not None:
-            return (keys if order.has_nans else keys.clone()).masked_fill_(gone, order.gone)  # integers may be its own
-        return keys
 
 
 def local_scores(

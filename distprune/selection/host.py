@@ -27,14 +27,11 @@ _JOINED = 1 << 18  # elements of a pile: sources of half of them and fewer share
 
 
 class Keyed(Protocol):
-    """Scores as keys, chunk by chunk in local order: on the host arrays, on a device tensors.
-
-    An array may be in the memory of the one before, or in ``memory``.
-    """
+    """Scores as keys, chunk by chunk in local order: on the host arrays, on a device tensors."""
 
     @property
     def device(self) -> torch.device: ...
-    def keys(self, order: Order, memory: Any = None) -> Iterator[Any]: ...
+    def keys(self, order: Order) -> Iterator[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -159,8 +156,7 @@ class Pile:
             tensors = chunks if len(self.sources) == 1 else iter([torch.cat([*chunks])])
             chunks = (keys.numpy() for chunk in tensors for keys in fetched([chunk]))
         elif len(self.sources) > 1:
-            joined = self._memory.array(sum(self._numels), f"i{self._order.key_dtype.itemsize}")
-            chunks = iter([joined_keys(self._order, [source.scores for source in self.sources], self._numels, joined)])
+            chunks = iter([np.concatenate([*chunks])])
         start = 0
         for keys in chunks:
             yield start, self._order.unsigned(keys)
@@ -200,22 +196,10 @@ def piles_of(orders: Sequence[Order], sources: Sequence[Source]) -> list[Pile]:
         else:
             alone.append(Pile(order, [source], memory))
     return alone + [
-        Pile(order, [some[i] for i in which], memory)
+        Pile(order, batch, memory)
         for (order, _, _), some in small.items()
-        for which in batches(range(len(some)), [source.geometry.local_numel for source in some], _JOINED)
+        for batch in batches(((source, source.geometry.local_numel) for source in some), _JOINED)
     ]
-
-
-def joined_keys(order: Order, scores: Sequence[Keyed], numels: Sequence[int], out: Array) -> Array:
-    """Return the keys of all of ``scores``, on the host, one after the other, in ``out``."""
-    start = 0
-    for source, numel in zip(scores, numels, strict=True):
-        memory = out[start : start + numel]
-        for keys in source.keys(order, memory):
-            if keys is not memory:
-                out[start : start + len(keys)] = keys
-            start += len(keys)
-    return out
 
 
 def _taken(prefixes: Prefixes, competitions: IntArray | int) -> Any:

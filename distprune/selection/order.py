@@ -63,11 +63,8 @@ class Order:
         numbers = keys.view(f"u{keys.itemsize}")
         return numbers - numbers.dtype.type(self.gone % (1 << 8 * keys.itemsize)) if self.gone else numbers
 
-    def keys(self, values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the keys of ``values``: new, in ``out`` if it has room, or integers as they are.
-
-        A NaN's is above ``last``.
-        """
+    def keys(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the keys of ``values``: new, or integers as they are. A NaN's is above ``last``."""
         values = values.to(self.value_dtype)
         if not self.has_nans:
             if on_host(values.device) and (not values.numel() or values.numpy().min() >= self.first):
@@ -75,13 +72,7 @@ class Order:
             return values.clamp(min=self.first)
         bits, magnitude = values.contiguous().view(self.key_dtype), torch.iinfo(self.key_dtype).max
         if self.ordered_by == "magnitude":
-            if out is None or len(out) < len(bits):
-                return bits & magnitude
-            out = out[: len(bits)]
-            if on_host(bits.device):  # half of what torch takes
-                np.bitwise_and(bits.numpy(), magnitude, out=out.numpy())
-                return out
-            return torch.bitwise_and(bits, magnitude, out=out)
+            return bits & magnitude
         # A negative float's bits count backwards: key = -(magnitude bits), which also makes -0.0 a 0.
         keys = torch.where(bits < 0, -(bits & magnitude), bits)
         return keys.masked_fill_(keys < self.first, self.last + 1)  # a NaN with a sign

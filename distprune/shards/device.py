@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -52,19 +52,19 @@ def row_chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         yield from zip(*(torch.split(tensor, num_rows) for tensor in tensors), strict=True)
 
 
-def batches(which: Sequence[int], numels: Sequence[int], most: int = _JOINED) -> Iterator[list[int]]:
-    """Yield ``which`` to take together, but for empty ones: of ``most`` elements at most, or one that has more.
+def batches(items: Iterable[tuple[Any, int]], most: int = _JOINED) -> Iterator[list[Any]]:
+    """Yield items to take together, but for empty ones: of ``most`` elements at most, or one that has more.
 
-    ``numels``: how many elements each has.
+    ``items``: each with its number of elements.
     """
-    batch: list[int] = []
+    batch: list[Any] = []
     total = 0
-    for i, numel in zip(which, numels, strict=True):
+    for item, numel in items:
         if batch and total + numel > most:
             yield batch
             batch, total = [], 0
         if numel:
-            batch.append(i)
+            batch.append(item)
             total += numel
     if batch:
         yield batch

@@ -108,15 +108,13 @@ def test_each_element_of_a_stretch_is_whole_or_cut_once(matrix: Matrix, length: 
     numel = matrix.num_rows * matrix.num_in
     for start, stop in itertools.combinations(range(numel + 1), 2):
         geometry = Geometry.rows((numel,), start, stop)
-        units, none = LocalUnits(geometry, matrix, length), np.empty(0, dtype=np.int64)
-        found = [np.arange(numel)[at] for at in units.chunks(torch.device("cpu"))]
+        units = LocalUnits(geometry, matrix, length)
+        found = [np.arange(numel)[at] for at, _ in units.whole(torch.device("cpu"))]
         assert sum(map(len, found)) % length == 0
-        for row in range(matrix.num_rows):
-            numbers, at = units.cut_between(row, row + 1, torch.device("cpu"))
-            offsets = torch.arange(numel)[at].numpy()
-            rows, columns = matrix.place(start + offsets)
-            assert (rows == row).all()
-            assert (rows * matrix.num_in + columns == numbers).all()
-            found.append(offsets)
-        assert sorted(np.concatenate([none, *found]).tolist()) == list(range(stop - start))
-        assert units.num_cut == sum(map(len, found[-matrix.num_rows :]))
+        numbers, at = units.cut(torch.device("cpu"))
+        offsets = torch.arange(numel)[at].numpy()
+        rows, columns = matrix.place(start + offsets)
+        assert (rows * matrix.num_in + columns == numbers).all()
+        assert (np.diff(numbers) > 0).all()
+        assert units.num_cut == len(numbers)
+        assert sorted(np.concatenate([*found, offsets]).tolist()) == list(range(stop - start))
