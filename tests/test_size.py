@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "distprune"
 # By folder, "." the files beside them: the most lines of code that it may have, and the goal.
 LINES = {
     ".": (417, 320),
-    "calibration": (1933, 1350),
+    "calibration": (1900, 1350),
     "checkpoint": (1523, 1180),
     "cli": (628, 410),
     "collectives": (675, 640),

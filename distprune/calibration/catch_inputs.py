@@ -1,38 +1,46 @@
-"""How a model calls its decoder blocks: learned by forwards in which blocks are stood in for."""
+"""How a model calls its decoder blocks, and what it makes of what the last one puts out.
+
+Both are told by forwards of the model in which its blocks are stood in for: neither run nor gathered.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
-from distprune.calibration.stand_in import standing_in
-from distprune.calibration.walk import Call, Part, Walk, check_plain, hidden_of, with_hidden
+from distprune.calibration.data import device_of
+from distprune.calibration.walk import Batch, Call, Walk, check_plain, hidden_of, with_hidden
 from distprune.collectives.communicator import Alone
 from distprune.collectives.guarded import Guarded
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.evaluating import keeping_weights
 from distprune.shards.device import fetched
-from distprune.shards.fsdp2_forward import gather, reset_forward, take_roots
+from distprune.shards.fsdp2_forward import gather, kept_gathered, reset_forward, take_roots
+
+# Of a block's number, args and kwargs: what its call puts out.
+_Called = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def catch_inputs(
     model: nn.Module,
-    batches: Sequence[Mapping[str, Any]],
+    batches: Sequence[Batch],
     *,
-    parts: Sequence[Part] = (),
+    steps: Sequence[Batch] = (),
     offload: bool = False,
     comm: Guarded | None = None,
 ) -> Walk:
-    """Return the walk that begins before the first decoder block of ``model``.
+    """Return the walk that begins before the first decoder block of ``model``; ``batches`` learn their calls.
 
-    Each batch is the keyword arguments of the model's forward. The first one runs the first block and what is around
-    the blocks, to learn how each of them is called; the others stop where the last kind of call begins, which for most
-    models is at the first block. With ``offload`` the hidden states wait on the CPU between blocks. Of ``parts`` the
-    calls are learned, too. Every rank must pass as many of both. FSDP2 gathers the root, embeddings and head, once for
-    all of them. Rounds: 1 for each batch and 1 before the first block is gathered, of 64 bytes.
+    The first one runs the first block and what is around the blocks, to learn how each of them is called; the others
+    stop where the last kind of call begins, which for most models is at the first block. With ``offload`` the hidden
+    states wait on the CPU between blocks. Of ``steps`` the calls are learned, too. Every rank must pass as many of
+    both. FSDP2 gathers the root, embeddings and head, once for all of them. Rounds: 1 for each batch and 1 before the
+    first block is gathered, of 64 bytes.
 
     Raises:
         ValueError: no decoder blocks, no batches, a forward that does not reach the blocks in order, or that gives a
@@ -44,28 +52,70 @@ def catch_inputs(
     if not batches:
         raise ValueError("there is no calibration sample")
     take_roots(model)
-    windows = [range(i, i + 1) for i in range(len(batches))]  # unless the caller knows better
-    walk = Walk(model, blocks, batches=list(batches), windows=windows, parts=list(parts), offload=offload)
+    walk = Walk(model, blocks, batches=list(batches), steps=list(steps), offload=offload)
     learner = _Learner(model, blocks, comm or Guarded(Alone()))
-    firsts: list[int] = []  # by block, the first of its kind
     reset_forward(model)
     try:
         with keeping_weights(model):
             for batch in batches:
-                hidden, calls = learner.calls(batch, max(firsts) + 1 if firsts else len(blocks))
-                if not firsts:
-                    firsts = [next(i for i, other in enumerate(calls) if other.is_same(call)) for call in calls]
+                hidden = learner.learn(batch)
                 walk.hidden.append(hidden.to("cpu" if offload else hidden.device, copy=True))
-                walk.calls.append([calls[first] for first in firsts])
-            for part in parts:
-                hidden, calls = learner.calls(part.batch, max(firsts) + 1)
-                part.calls = [calls[first] for first in firsts]
-                sizes = zip(hidden.shape, walk.hidden[0].shape, strict=True)
-                walk.sample_dim = next((dim for dim, of in enumerate(sizes) if len(set(of)) > 1), walk.sample_dim)
+            for step in steps:
+                sizes = zip(learner.learn(step).shape, walk.hidden[0].shape, strict=True)
+                walk.sample_dim = next((dim for dim, (a, b) in enumerate(sizes) if a != b), walk.sample_dim)
     finally:
         reset_forward(model)
     walk.output = with_hidden(learner.output, torch.empty(0, dtype=torch.float32, device="cpu"))
     return walk
+
+
+@contextmanager
+def past_blocks(walk: Walk) -> Iterator[Callable[[int, torch.Tensor], torch.Tensor]]:
+    """Yield a function that returns the logits, (samples, length, vocabulary), of a batch and of its hidden states.
+
+    These are what the last block puts out. Under FSDP2 what is around the blocks is gathered (inside torch), once for
+    all runs: embeddings, too. Every rank must call it. No gradients.
+    """
+    device = device_of(walk.model)
+    last = torch.empty(0, dtype=torch.float32, device="cpu")
+
+    def logits(batch: int, hidden: torch.Tensor) -> torch.Tensor:
+        nonlocal last
+        last = hidden.to(device)
+        with torch.no_grad(), walk.sample_group.passing():
+            of_batch: torch.Tensor = walk.model(**walk.batches[batch].inputs).logits
+        return of_batch
+
+    with _standing_in(walk.model, walk.blocks, lambda *_: with_hidden(walk.output, last)), kept_gathered(walk.model):
+        yield logits
+
+
+@contextmanager
+def _standing_in(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], called: _Called) -> Iterator[None]:
+    """Have ``called`` run in place of each of ``blocks``, (name in ``model``, block), while this lasts. Local."""
+    with ExitStack() as stack:
+        for index, (name, block) in enumerate(blocks):
+            parent_name, _, child = name.rpartition(".")
+            siblings = model.get_submodule(parent_name)._modules
+            stack.callback(siblings.__setitem__, child, block)
+            siblings[child] = _StandIn(called, index, block)
+        yield
+
+
+class _StandIn(nn.Module):
+    """In place of a block while a model shows how it calls it."""
+
+    def __init__(self, called: _Called, index: int, block: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update(_called=called, _index=index, _block=block)  # the block is no submodule of this
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._called(self._index, args, kwargs)
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_block"], name)  # models ask their blocks which attention they have
 
 
 class _ReachedLast(Exception):
@@ -73,35 +123,29 @@ class _ReachedLast(Exception):
 
 
 class _Learner:
-    """Learns how ``model`` calls its ``blocks``, which are stood in for, so that none of them is gathered or run.
-
-    But the first one runs once, to show what a block puts out.
-    """
+    """Learns how ``model`` calls its ``blocks``. The first one runs once, to show what a block puts out."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], comm: Guarded) -> None:
-        self._model = model
-        self._blocks = blocks
-        self._comm = comm
+        self._model, self._blocks, self._comm = model, blocks, comm
         self.output: Any = None  # of a block
         self._extras: list[torch.Tensor] = []  # what a block puts out beside hidden states
-        self._num_asked = 0
-        self._first_hidden: torch.Tensor | None = None
-        # A copy of what the block called last hands on.
-        self._put_out = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._firsts = list(range(len(blocks)))  # by block, the first of its kind; until it is known, itself
+        # Of a forward:
         self._calls: list[Call] = []
+        self._hidden = torch.empty(0, dtype=torch.float32, device="cpu")  # that the first block is given
+        self._put_out = self._hidden  # a copy of what the block called last hands on
         self._handed_on: list[torch.Tensor] = []  # of each block but the first: whether it is given that
 
-    def calls(self, batch: Mapping[str, Any], num_asked: int) -> tuple[torch.Tensor, list[Call]]:
-        """Return the hidden states given to the first block, and the calls of the first ``num_asked`` blocks."""
-        self._num_asked, self._first_hidden, self._calls, self._handed_on = num_asked, None, [], []
-        with standing_in(self._model, self._blocks[:num_asked], self.called), torch.no_grad():
+    def learn(self, batch: Batch) -> torch.Tensor:
+        """Give ``batch`` its calls, and return the hidden states of it that the first block is given."""
+        is_first, num_asked = self.output is None, max(self._firsts) + 1
+        self._calls, self._handed_on = [], []
+        with _standing_in(self._model, self._blocks[:num_asked], self._called), torch.no_grad():
             self._comm.meet()  # it may gather
             try:
-                self._model(**batch)
+                self._model(**batch.inputs)
             except _ReachedLast:
-                assert self._first_hidden is not None
-                self._check_handed_on()
-                return self._first_hidden, self._calls
+                pass
             except (TypeError, ValueError, AttributeError) as error:
                 is_encoder_decoder = getattr(getattr(self._model, "config", None), "is_encoder_decoder", False)
                 if self._calls or not (is_encoder_decoder or isinstance(error, AttributeError)):
@@ -111,11 +155,23 @@ class _Learner:
                     f"{type(self._model).__name__} {kind}does not run on input_ids alone ({error}); prune_model prunes "
                     "by the weights alone"
                 ) from error
-        raise ValueError(
-            f"a forward of {type(self._model).__name__} ended after {len(self._calls)} of {num_asked} decoder blocks"
-        )
+        calls = self._calls
+        if len(calls) < num_asked:
+            raise ValueError(
+                f"a forward of {type(self._model).__name__} ended after {len(calls)} of {num_asked} decoder blocks"
+            )
+        for index, is_equal in enumerate(fetched(self._handed_on), 1):  # one wait for a device, for all
+            if not is_equal:
+                raise ValueError(
+                    f"block {self._blocks[index][0]!r} is not given what {self._blocks[index - 1][0]!r} puts out: the "
+                    "model changes hidden states between them, which a walk from block to block cannot follow"
+                )
+        if is_first:
+            self._firsts = [next(i for i, other in enumerate(calls) if other.is_same(call)) for call in calls]
+        batch.calls = [calls[first] for first in self._firsts]
+        return self._hidden
 
-    def called(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _called(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note a call and return what a block would put out; end the forward with the last one that is asked for."""
         name, block = self._blocks[index]
         if index != len(self._calls):
@@ -131,30 +187,20 @@ class _Learner:
             )
         self._calls.append(call)
         if index == 0:
-            self._first_hidden = hidden
+            self._hidden = hidden
         else:
             self._handed_on.append(_equal(hidden, self._put_out))
-        if len(self._calls) == self._num_asked:
+        if index == max(self._firsts):
             raise _ReachedLast
         if self.output is None:
             self._comm.meet()
             gather(block)
             self.output = block(*args, **kwargs)
             self._put_out = hidden_of(self.output).clone()
-            beside = self.output[1:] if isinstance(self.output, tuple | list) else ()
-            self._extras = list(_tensors(beside))
+            self._extras = list(_tensors(self.output[1:] if isinstance(self.output, tuple | list) else ()))
             return self.output
         self._put_out = hidden.clone()
         return with_hidden(self.output, hidden)
-
-    def _check_handed_on(self) -> None:
-        """Raise unless each block was given what the one before puts out. One wait for a device, for all."""
-        for index, is_equal in enumerate(fetched(self._handed_on), 1):
-            if not is_equal:
-                raise ValueError(
-                    f"block {self._blocks[index][0]!r} is not given what {self._blocks[index - 1][0]!r} puts out: the "
-                    "model changes hidden states between them, which a walk from block to block cannot follow"
-                )
 
 
 def _part(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, Call]:

@@ -1,39 +1,22 @@
-"""Calibration text: tokenized, packed into sequences, and spread over the data-parallel ranks."""
+"""Text to calibrate on and to train on, tokenized and packed into sequences; and how many of these run together."""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
-import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from distprune.calibration.sample_group import SampleGroup
-from distprune.calibration.text import draw_windows, draw_windows_of_text
+from distprune.calibration.text import draw_windows, draw_windows_of_text, is_drawn_by_place, open_text, tokens_of
 from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import Group, communicator
-from distprune.shards.device import sent
 
 _BATCH_TOKENS = 8192
 _CPU_FEATURES = 1 << 21  # of the hidden states of one batch
-
-
-@dataclass(frozen=True)
-class Samples:
-    """What this rank runs: ``batches[i]`` are the keyword arguments of a forward, of the samples ``windows[i]``.
-
-    Every rank has as many, because a sharded forward needs every rank. A batch without windows is padding: one sample
-    that is run, and not counted. Padding comes last.
-    """
-
-    batches: list[dict[str, Any]]
-    windows: list[range]  # the numbers of samples, among those of all ranks
 
 
 def load_samples(
@@ -121,35 +104,6 @@ def token_digest(token_ids: torch.Tensor) -> str:
     return hashlib.sha256(token_ids.contiguous().numpy(force=True).tobytes()).hexdigest()
 
 
-def spread(
-    token_ids: torch.Tensor, part: int, num_parts: int, batch_tokens: int = 1, device: torch.device | str = "cpu"
-) -> Samples:
-    """Return one part of the samples ``token_ids`` (num_samples, length): ``part``, ``part + num_parts``, ... Local.
-
-    As many samples run together as make ``batch_tokens`` tokens, or one. Every part has as many batches, and shares its
-    samples out evenly. Ranks that need each other to run a sample must ask for the same part.
-    """
-    num_samples, length = token_ids.shape
-    if num_samples == 0:
-        raise ValueError("there is no calibration sample")
-    own = range(part, num_samples, num_parts)
-    most = math.ceil(num_samples / num_parts)  # of one part
-    num_batches = math.ceil(most / max(batch_tokens // length, 1))
-    bounds = [math.ceil(len(own) * i / num_batches) for i in range(num_batches + 1)]
-    windows = [own[start:stop] for start, stop in itertools.pairwise(bounds)]
-    run = [list(some) or [own[-1] if own else 0] for some in windows]
-    batches = [{"input_ids": sent(token_ids[some], torch.device(device)), "use_cache": False} for some in run]
-    return Samples(batches, windows)
-
-
-def own_samples(
-    sample_group: SampleGroup, model: nn.Module, token_ids: torch.Tensor, batch_tokens: int | None = None
-) -> Samples:
-    """Return the samples that ``sample group`` runs, on the device of ``model``. Local."""
-    num_tokens = tokens_together(model, batch_tokens)
-    return spread(token_ids, sample_group.number, sample_group.num_groups, num_tokens, device_of(model))
-
-
 def device_of(module: nn.Module) -> torch.device:
     """Return where ``module`` runs: the device of its first parameter, the CPU where it has none. Local."""
     return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
@@ -189,3 +143,74 @@ def check_fit(token_ids: torch.Tensor, model: nn.Module, length: int | None = No
         raise ValueError(
             f"token id {wrong} is outside the model's vocabulary of {vocabulary}; is the tokenizer another model's?"
         )
+
+
+class Batches:
+    """Batches of windows from anywhere in a file, which holds text as in :func:`load_samples`. Local.
+
+    A file too large to be tokenized whole gives one window from each of as many stretches of equal length, as in
+    :func:`load_samples`.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it holds less than one window, or not text.
+    """
+
+    def __init__(self, tokenizer: Any, path: str | Path, *, batch_size: int, length: int, seed: int) -> None:
+        self._tokenizer, self._path, self._seed = tokenizer, Path(path), seed
+        self._batch_size, self._length = batch_size, length
+        self._ids: torch.Tensor | None = None
+        with open_text(self._path, "text file") as file:
+            if is_drawn_by_place(self._path, batch_size, length):
+                return
+            self._ids = torch.tensor(tokens_of(tokenizer, self._path, file), dtype=torch.int64, device="cpu")
+        if len(self._ids) < length:
+            raise ValueError(
+                f"{path} holds {len(self._ids)} tokens, less than one window of {length}: give more text, or ask for "
+                "shorter windows"
+            )
+
+    def __getitem__(self, step: int) -> torch.Tensor:
+        """Return the batch of a step, (batch_size, length) int64."""
+        seed = _seed_of(self._seed, step)
+        if self._ids is None:
+            return draw_windows(self._tokenizer, self._path, self._batch_size, self._length, seed)
+        starts = torch.randint(
+            len(self._ids) - self._length + 1,
+            (self._batch_size, 1),
+            generator=torch.Generator().manual_seed(seed),
+            device="cpu",
+        )
+        return self._ids[starts + torch.arange(self._length, device="cpu")]
+
+    def digest(self) -> str:
+        """Return a digest of the tokens; of a file that is drawn from by place, of its size and the first batch."""
+        seen = self[0] if self._ids is None else self._ids
+        return f"{self._path.stat().st_size} bytes, {token_digest(seen)}"
+
+
+class WindowBatches:
+    """Batches of ``windows`` (n, length) that are there: each once, in an order of the seed, before any comes again.
+
+    Local.
+    """
+
+    def __init__(self, windows: torch.Tensor, *, batch_size: int, seed: int) -> None:
+        self._windows, self._batch_size, self._seed = windows, batch_size, seed
+
+    def __getitem__(self, step: int) -> torch.Tensor:
+        """Return the batch of a step, (batch_size, length) int64."""
+        num = len(self._windows)
+        places = range(step * self._batch_size, (step + 1) * self._batch_size)
+        orders = {turn: self._order(turn) for turn in {place // num for place in places}}
+        return self._windows[[orders[place // num][place % num] for place in places]]
+
+    def _order(self, turn: int) -> list[int]:
+        generator = torch.Generator().manual_seed(_seed_of(self._seed, turn))
+        order: list[int] = torch.randperm(len(self._windows), generator=generator, device="cpu").tolist()
+        return order
+
+
+def _seed_of(seed: int, number: int) -> int:
+    """Return a seed for what has a ``number``: of 32 bits, which torch's generator takes. Local."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{number}".encode()).digest()[:4])

@@ -23,10 +23,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from distprune.calibration.data import device_of, own_samples
+from distprune.calibration.data import device_of
 from distprune.calibration.listening import first_layers
 from distprune.calibration.sample_group import SampleGroup, flat_local
-from distprune.calibration.walk import named
+from distprune.calibration.walk import Batch, named, own_samples
 from distprune.collectives.agree import sum_together, together
 from distprune.collectives.base import Communicator
 from distprune.models.cross_entropy import cross_entropy
@@ -83,17 +83,17 @@ def measure_sensitivities(
     with together(comm):
         of_all = {name: linear for of_block in by_block for name, linear in of_block.items()}
         listener = _BackwardListener(sample_group, of_all, device)
-        mine = own_samples(sample_group, model, samples, batch_tokens)
+        batches = own_samples(sample_group, model, samples, batch_tokens)
     # Of a block, what it is given is kept, not what it computes: the backward pass runs it once more.
     forwards = replacing_forwards(
         [block for _, block in blocks], lambda block: partial(checkpoint, block.forward, use_reentrant=False)
     )
     several = in_step(comm, bare, layers_communicate=sample_group.size > 1)
     with several as run, _without_traces(bare, device), forwards, listener.listening():
-        for index, (batch, windows) in enumerate(zip(mine.batches, mine.windows, strict=True)):
-            run(listener.run, bare, batch, windows)
+        for number, batch in enumerate(batches, 1):
+            run(listener.run, bare, batch)
             if progress is not None:
-                progress(index + 1, len(mine.batches))
+                progress(number, len(batches))
         listener.check()
     sums: dict[str, list[torch.Tensor]] = {}
     for of_block in by_block:
@@ -143,11 +143,11 @@ class _BackwardListener:
                 stack.callback(module.register_forward_hook(partial(self._put_out, name), with_kwargs=True).remove)
             yield
 
-    def run(self, model: nn.Module, batch: Mapping[str, Any], windows: range) -> None:
-        """Run a batch of ``windows`` forward and backward, and take in what it says; without windows it is padding."""
-        self._takes = bool(windows)
+    def run(self, model: nn.Module, batch: Batch) -> None:
+        """Run a batch forward and backward, and take in what it says, if it is no padding."""
+        self._takes = bool(batch.windows)
         try:
-            logits = model(**batch).logits
+            logits = model(**batch.inputs).logits
         finally:
             self._takes = False
         vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
@@ -155,12 +155,12 @@ class _BackwardListener:
             raise NotImplementedError(
                 f"logits are cut: {tuple(logits.shape)} on this rank; let the tensor-parallel plan replicate them"
             )
-        predicting, targets = logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten()
+        predicting, targets = logits[:, :-1].flatten(0, 1), batch.inputs["input_ids"][:, 1:].flatten()
         gradient = torch.empty_like(predicting)
         loss = cross_entropy(predicting.detach(), targets, gradient)
         torch.autograd.backward(predicting, gradient)
-        if windows:
-            self._losses.append((windows, loss))
+        if batch.windows:
+            self._losses.append((batch.windows, loss))
 
     def check(self) -> None:
         """Check what all batches came to. Local, one wait for a device.

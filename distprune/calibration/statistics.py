@@ -84,7 +84,7 @@ class InputStatistics:
         try:
             with listening(walk, self.linears, self, adding), walk.block(index) as run:
                 for batch in range(walk.num_batches):
-                    self._counts = bool(walk.windows[batch])
+                    self._counts = bool(walk.batches[batch].windows)
                     self._dense = targets.samples[batch] if targets is not None and self._counts else None
                     self._num_awaited = num_awaited
                     self._inputs.clear()

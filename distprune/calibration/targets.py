@@ -78,14 +78,15 @@ class Targets:
 
         Every rank must call it: the rounds of :meth:`Walk.advance`.
         """
+        self.samples += [DenseSample() for _ in self.walk.batches]
         with listening(self.walk, linears, self, self.adding):
-            self.walk.advance(index, comm, dense=True, begin=lambda: self.samples.append(DenseSample()))
+            self.walk.advance(index, comm, dense=True)
 
     def given(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None, first: str) -> None:
         # Of a module that runs several times, or not always, it is not known which inputs belong together.
         if name not in self.order.shifted or name not in self.order.called_once:
             return
-        inputs = self.samples[-1].inputs
+        inputs = self.samples[self.walk.running].inputs
         if first in inputs:
             inputs[name] = inputs[first][0], tokens
         else:
@@ -94,7 +95,7 @@ class Targets:
     def passed(self, name: str) -> None: ...
 
     def added(self, name: str, total: torch.Tensor) -> None:
-        self.samples[-1].totals[name] = self._copy(flat_local(total))
+        self.samples[self.walk.running].totals[name] = self._copy(flat_local(total))
 
     def _copy(self, values: torch.Tensor) -> torch.Tensor:
         return values.to("cpu" if self.walk.offload else values.device, copy=True)

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from distprune.calibration.catch_inputs import catch_inputs
-from distprune.calibration.data import Samples, own_samples
+from distprune.calibration.data import device_of
 from distprune.calibration.sample_group import SampleGroup, find_sample_group, shared_axis
-from distprune.calibration.walk import Part, Walk
+from distprune.calibration.walk import Batch, Walk, in_steps, own_samples
 from distprune.collectives.agree import sum_together, together
 from distprune.collectives.base import Communicator
 from distprune.collectives.guarded import guarding
 from distprune.models.evaluating import evaluating
-from distprune.shards.device import fetched, sent
+from distprune.shards.device import fetched
 
 Progress = Callable[[int, int], None] | None
 # Open while a block is run on all batches of this rank: what a batch adds, (n,), given what the block was given and put
@@ -40,7 +40,7 @@ def walking(
     """Yield the walk of ``samples`` (num_samples, length) through ``model``, which is in evaluation mode meanwhile.
 
     ``has_dense``: the walk has a dense stream; ``batch_tokens`` run together, see ``tokens_together``;
-    ``num_together`` consecutive samples of all make one of the walk's parts, if there are to be any. Every rank must
+    ``num_together`` consecutive samples of all make one of the walk's steps, if there are to be any. Every rank must
     call it. Rounds: those of :func:`catch_inputs`, one of 64 bytes before each of them, and one at the end.
 
     Raises:
@@ -50,12 +50,14 @@ def walking(
     with ExitStack() as stack:
         with guarding(comm) as ranks:
             stack.enter_context(evaluating(model))
-            mine = own_samples(sample_group, model, samples, batch_tokens)
+            batches, steps = own_samples(sample_group, model, samples, batch_tokens), list[Batch]()
+            if num_together is not None:
+                part = sample_group.number, sample_group.num_groups
+                steps = in_steps(samples, *part, num_together, device_of(model))
             with sample_group.passing():
-                parts = [] if num_together is None else _parts(sample_group, samples, num_together, mine)
-                walk = catch_inputs(model, mine.batches, parts=parts, offload=offload, comm=ranks)
-            walk.sample_group, walk.windows = sample_group, mine.windows
-            shape, num_tokens = tuple(walk.hidden[0].shape), walk.batches[0]["input_ids"].numel()
+                walk = catch_inputs(model, batches, steps=steps, offload=offload, comm=ranks)
+            walk.sample_group = sample_group
+            shape, num_tokens = tuple(walk.hidden[0].shape), batches[0].inputs["input_ids"].numel()
             if sample_group.size > 1 and math.prod(shape[:-1]) != num_tokens:
                 raise NotImplementedError(
                     f"hidden states of shape {shape} between blocks, for {num_tokens} tokens: a tensor-parallel "
@@ -63,21 +65,6 @@ def walking(
                 )
             walk.dense += [hidden.clone() for hidden in walk.hidden] if has_dense else []
         yield walk
-
-
-def _parts(sample_group: SampleGroup, samples: torch.Tensor, num_together: int, mine: Samples) -> list[Part]:
-    """Return which ``samples`` run together, so many of all at a time, and which of them are ``mine``. Local."""
-    number, num_groups = sample_group.number, sample_group.num_groups
-    device = mine.batches[0]["input_ids"].device
-    found = []
-    for start in range(0, len(samples), num_together):
-        of_all = range(start, min(start + num_together, len(samples)))
-        windows = range(start + (number - start) % num_groups, of_all.stop, num_groups)
-        first = windows[0] // num_groups if windows else 0
-        some = list(windows) or [number if number < len(samples) else 0]
-        batch = {"input_ids": sent(samples[some], device), "use_cache": False}
-        found.append(Part(of_all, windows, slice(first, first + len(some)), batch))
-    return found
 
 
 def visit_blocks(
@@ -112,8 +99,8 @@ def _visited(comm: Communicator, walk: Walk, index: int, visit: Visit, progress:
     measured: list[torch.Tensor] = []  # by batch
 
     def fill(words: torch.Tensor) -> None:
-        for windows, of_batch in zip(walk.windows, fetched(measured), strict=True):
-            if windows and walk.sample_group.rank == 0:
+        for batch, of_batch in zip(walk.batches, fetched(measured), strict=True):
+            if batch.windows and walk.sample_group.rank == 0:
                 words += of_batch
         if progress is not None:
             progress(index + 1, len(walk.blocks))

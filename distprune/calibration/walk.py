@@ -11,6 +11,9 @@ steps, as many samples included, because each run gathers the block's weights in
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,11 +24,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from distprune.calibration.data import device_of
+from distprune.calibration.data import device_of, tokens_together
 from distprune.calibration.sample_group import SampleGroup
 from distprune.collectives.agree import together
 from distprune.collectives.base import Communicator
-from distprune.shards.device import are_finite, fetched
+from distprune.shards.device import are_finite, fetched, sent
 from distprune.shards.fsdp2_forward import kept_gathered
 
 
@@ -48,61 +51,59 @@ class Call:
 
 
 @dataclass
-class Part:
-    """Few samples, that run together where a walk's batches are too many: for a step of a fit.
+class Batch:
+    """Samples that run together.
 
-    ``of_all`` are their numbers, ``windows`` those of this rank, which are its samples ``rows``; without any it is
-    padding, one sample that is run and not counted. ``batch`` are the arguments of the model's forward, and
-    ``calls[b]`` is how block b is then called.
+    ``windows`` are their numbers among those of all ranks: without any it is padding, one sample that is run and not
+    counted. ``inputs`` are the arguments of the model's forward, and ``calls[b]`` is how block b is called for it, one
+    object for all blocks of a kind. ``of_all``: of a step of a fit, the numbers of all ranks' samples in it.
     """
 
-    of_all: range
     windows: range
-    rows: slice
-    batch: Mapping[str, Any]
+    inputs: Mapping[str, Any]
     calls: list[Call] = field(default_factory=list)
+    of_all: range = range(0)
 
 
 @dataclass
 class Walk:
     """The samples of this rank on their way through the blocks, in batches.
 
-    ``hidden[i]`` is what the next block is given for batch i, (samples, length, features); ``calls[i][b]`` is how
-    block b is called for it, one object for all blocks of a kind. ``dense`` are hidden states that go by themselves:
-    those of the model before anything was pruned, where they are wanted (see :mod:`distprune.calibration.targets`).
-    ``batches[i]`` are the arguments of the model's forward, and ``windows[i]`` the numbers of the samples in it, among
-    those of all ranks: without any it is padding, run and not counted. ``output`` is what a block puts out, but for its
-    hidden states.
+    ``hidden[i]`` is what the next block is given for ``batches[i]``, (samples, length, features). ``dense`` are hidden
+    states that go by themselves: those of the model before anything was pruned, where they are wanted (see
+    :mod:`distprune.calibration.targets`). ``steps`` are the same samples, as few as a step of a fit takes. ``output``
+    is what a block puts out, but for its hidden states.
     """
 
     model: nn.Module
     blocks: list[tuple[str, nn.Module]]
     hidden: list[torch.Tensor] = field(default_factory=list)
-    calls: list[list[Call]] = field(default_factory=list)
     dense: list[torch.Tensor] = field(default_factory=list)
-    batches: list[Mapping[str, Any]] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
+    steps: list[Batch] = field(default_factory=list)
     sample_dim: int = 0  # of hidden states; their first one in most models
     output: Any = None
     offload: bool = False  # hidden states are on the CPU between blocks
     sample_group: SampleGroup = field(default_factory=SampleGroup)  # that runs these samples
-    windows: list[range] = field(default_factory=list)
     given: torch.Tensor | None = None  # the hidden states that are run now
+    running: int = 0  # of which batch they are
 
     @property
     def num_batches(self) -> int:
         return len(self.hidden)
 
-    def rows(self, part: Part, *, dense: bool = False) -> torch.Tensor:
-        """Return what the next block is given for the samples of ``part``. Local."""
-        found, first = [], 0
+    def rows(self, step: Batch, *, dense: bool = False) -> torch.Tensor:
+        """Return what the next block is given for the samples of ``step``. Local."""
+        parts, first = [], 0
+        begins = step.windows[0] // self.sample_group.num_groups if step.windows else 0
+        ends = begins + len(step.inputs["input_ids"])
         for batch, hidden in zip(self.batches, self.dense if dense else self.hidden, strict=True):
-            num = len(batch["input_ids"])
-            start, stop = (min(max(bound - first, 0), num) for bound in (part.rows.start, part.rows.stop))
+            num = len(batch.inputs["input_ids"])
+            start, stop = (min(max(bound - first, 0), num) for bound in (begins, ends))
             first += num
             if start < stop:
-                found.append(hidden if stop - start == num else hidden.narrow(self.sample_dim, start, stop - start))
-        return found[0] if len(found) == 1 else torch.cat(found, self.sample_dim)
+                parts.append(hidden if stop - start == num else hidden.narrow(self.sample_dim, start, stop - start))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.sample_dim)
 
     @contextmanager
     def block(
@@ -120,9 +121,9 @@ class Walk:
         stream = self.dense if dense else self.hidden
 
         def run(batch: int) -> torch.Tensor:
-            self.given = stream[batch].to(device)
+            self.given, self.running = stream[batch].to(device), batch
             with torch.set_grad_enabled(gradients), self.sample_group.passing():
-                return self.calls[batch][index].run(block, self.given)
+                return self.batches[batch].calls[index].run(block, self.given)
 
         outer = _outer(self.model, name)
         if outer is not None:
@@ -142,14 +143,13 @@ class Walk:
         comm: Communicator,
         *,
         dense: bool = False,
-        begin: Callable[[], object] = lambda: None,
         end: Callable[[int, torch.Tensor, torch.Tensor], None] = lambda *_: None,
         checks: bool = True,
     ) -> None:
         """Run block ``index`` on every batch and take its outputs for the inputs of the next one.
 
-        ``begin`` is called before each batch is run, ``end`` with its number, what the block was given and what it
-        puts out. One round of 64 bytes beyond the block's own.
+        ``end`` is called with the number of each batch, what the block was given and what it puts out. One round of 64
+        bytes beyond the block's own.
 
         Raises:
             ValueError: on every rank, if it ``checks``: an output is NaN or infinite; it names the block, the stream
@@ -160,7 +160,6 @@ class Walk:
         with together(comm):
             with self.block(index, dense=dense) as run:
                 for batch in range(self.num_batches):
-                    begin()
                     output = run(batch)
                     end(batch, stream[batch], output)
                     if checks:
@@ -170,13 +169,58 @@ class Walk:
                 if not is_finite:
                     raise ValueError(
                         f"block {self.blocks[index][0]!r} puts out NaN or Inf{' in the dense stream' if dense else ''} "
-                        f"for calibration samples {named(self.windows[batch])}"
+                        f"for calibration samples {named(self.batches[batch].windows)}"
                     )
 
     def go_on(self, outputs: list[torch.Tensor]) -> None:
         """Take ``outputs``, of all batches, for the inputs of the next block. Local."""
         for batch, output in enumerate(outputs):
             _put(self.hidden, batch, output)
+
+
+def spread(
+    token_ids: torch.Tensor, part: int, num_parts: int, batch_tokens: int = 1, device: torch.device | str = "cpu"
+) -> list[Batch]:
+    """Return one part of the samples ``token_ids`` (num_samples, length): ``part``, ``part + num_parts``, ... Local.
+
+    As many samples run together as make ``batch_tokens`` tokens, or one. Every part has as many batches, because a
+    sharded forward needs every rank, and shares its samples out evenly; padding comes last. Ranks that need each other
+    to run a sample must ask for the same part.
+    """
+    num_samples, length = token_ids.shape
+    if num_samples == 0:
+        raise ValueError("there is no calibration sample")
+    own = range(part, num_samples, num_parts)
+    most = math.ceil(num_samples / num_parts)  # of one part
+    num_batches = math.ceil(most / max(batch_tokens // length, 1))
+    bounds = [math.ceil(len(own) * i / num_batches) for i in range(num_batches + 1)]
+    return [_batch(token_ids, own, own[start:stop], device) for start, stop in itertools.pairwise(bounds)]
+
+
+def in_steps(
+    token_ids: torch.Tensor, part: int, num_parts: int, num_together: int, device: torch.device
+) -> list[Batch]:
+    """Return one part of the samples, as :func:`spread` does, where ``num_together`` of all make a step. Local."""
+    own, steps = range(part, len(token_ids), num_parts), []
+    for start in range(0, len(token_ids), num_together):
+        of_all = range(start, min(start + num_together, len(token_ids)))
+        windows = range(start + (part - start) % num_parts, of_all.stop, num_parts)
+        steps.append(dataclasses.replace(_batch(token_ids, own, windows, device), of_all=of_all))
+    return steps
+
+
+def _batch(token_ids: torch.Tensor, own: range, windows: range, device: torch.device | str) -> Batch:
+    """Return the batch of ``windows``; without any it is padded by the first of this rank's ``own``, or of all."""
+    some = list(windows or own[:1] or range(1))
+    return Batch(windows, {"input_ids": sent(token_ids[some], torch.device(device)), "use_cache": False})
+
+
+def own_samples(
+    sample_group: SampleGroup, model: nn.Module, token_ids: torch.Tensor, batch_tokens: int | None = None
+) -> list[Batch]:
+    """Return the samples that ``sample group`` runs, on the device of ``model``. Local."""
+    num_tokens = tokens_together(model, batch_tokens)
+    return spread(token_ids, sample_group.number, sample_group.num_groups, num_tokens, device_of(model))
 
 
 def named(windows: range) -> str:

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
-from distprune.calibration.batches import Batches, WindowBatches
-from distprune.calibration.data import check_fit
+from distprune.calibration.data import Batches, WindowBatches, check_fit
 from distprune.calibration.own_words import SELF
 from distprune.checkpoint.hf_directory import CONFIG_NAME, HfDirectory, open_together, read_json
 from distprune.checkpoint.hf_load import load_tokenizer

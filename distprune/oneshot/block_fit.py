@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from distprune.calibration.walk import Part, Walk, named
+from distprune.calibration.walk import Batch, Walk, named
 from distprune.collectives.agree import sum_together, together
 from distprune.collectives.base import Communicator, as_told, cannot_meet
 from distprune.collectives.tensors import placed_like
@@ -56,7 +56,7 @@ def fit_block(
 
     ``walk`` is before the block, its dense stream behind it; if it ``advances``, it is behind the block afterwards.
     Weights of ``matrices`` that are 0 stay so, and no other becomes 0. ``None``: there is nothing to fit. The order
-    of steps follows from ``seed``, the block and the epoch; their windows are those of ``walk.parts``. Beyond what a
+    of steps follows from ``seed``, the block and the epoch; their windows are those of ``walk.steps``. Beyond what a
     run of the block takes, a rank needs memory for what autograd keeps of the windows of one step, for the gradients
     of all parameters, twice, one of them in float32, and of its own shards for 3 times float32 and a copy. The pruned
     stream is there twice for a while.
@@ -81,7 +81,7 @@ def fit_block(
     rates = _rates(comm, shards, matrices)
     with together(comm):
         fit = _Fit(walk, index, shards, rates, matrices, before.num_elements / before.size)
-        steps = [part for epoch in range(NUM_EPOCHS) for part in _shuffled(walk.parts, f"{seed}:{index}:{epoch}")]
+        steps = [part for epoch in range(NUM_EPOCHS) for part in _shuffled(walk.steps, f"{seed}:{index}:{epoch}")]
     try:
         for step, part in enumerate(steps):
             with walk.block(index, gradients=True):
@@ -144,7 +144,7 @@ def _measured(comm: Communicator, walk: Walk, index: int) -> tuple[_Measured, li
         for batch in range(walk.num_batches):
             output = run(batch)
             outputs.append(output.to(walk.hidden[batch].device))
-            if walk.windows[batch] and walk.sample_group.rank == 0:
+            if walk.batches[batch].windows and walk.sample_group.rank == 0:
                 given, wanted = (stream[batch].to(output.device).float() for stream in (walk.hidden, walk.dense))
                 with own_settings():
                     changes = output - wanted, wanted - given
@@ -153,7 +153,7 @@ def _measured(comm: Communicator, walk: Walk, index: int) -> tuple[_Measured, li
         for batch, of_batch in zip(sums, fetched(list(sums.values())), strict=True):
             if not of_batch.isfinite().all():
                 where = f"block {walk.blocks[index][0]!r} puts out NaN or Inf for calibration samples"
-                raise ValueError(f"{where} {named(walk.windows[batch])}")
+                raise ValueError(f"{where} {named(walk.batches[batch].windows)}")
             words[:2] += of_batch
             words[2] += walk.hidden[batch].numel()
 
@@ -172,7 +172,7 @@ def _is_vector(parameter: torch.Tensor) -> bool:
     return parameter.ndim == 1 and parameter.is_floating_point()
 
 
-def _shuffled(parts: Sequence[Part], seed: str) -> list[Part]:
+def _shuffled(parts: Sequence[Batch], seed: str) -> list[Batch]:
     order = list(parts)
     random.Random(seed).shuffle(order)
     return order
@@ -247,7 +247,7 @@ class _Fit:
         self._largest: list[torch.Tensor] = []  # gradient of each step
         self._error: Exception | None = None
 
-    def take_gradients(self, part: Part) -> None:
+    def take_gradients(self, part: Batch) -> None:
         """Fill ``flat`` with what this rank's windows of ``part`` add to it. Local, while the block is gathered."""
         names, group = [shard.name for shard in self._shards], self._walk.sample_group
         self.flat.zero_()
@@ -262,7 +262,7 @@ class _Fit:
                 if gradient is not None and counts and part.windows:
                     cut(whole, place).copy_(gradient)
 
-    def _gradients_of(self, part: Part, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
+    def _gradients_of(self, part: Batch, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
         """Return the gradients by ``parameters``, this rank's parts; ``None``: the error does not depend on it."""
         given, wanted = (self._walk.rows(part, dense=dense).to(self.flat.device) for dense in (False, True))
         with torch.enable_grad(), plain_attention(self.flat.device):
@@ -294,7 +294,7 @@ class _Fit:
             torch._foreach_copy_(self._locals, self._values)
 
     @torch.no_grad()
-    def finish(self, steps: Sequence[Part]) -> None:
+    def finish(self, steps: Sequence[Batch]) -> None:
         """Let no weight that is kept be 0, and raise what was kept. Local.
 
         Raises:

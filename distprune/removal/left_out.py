@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from distprune.calibration.past_blocks import past_blocks
+from distprune.calibration.catch_inputs import past_blocks
 from distprune.calibration.walk import Walk
 from distprune.collectives.agree import sum_together, together
 from distprune.collectives.base import Communicator
@@ -41,7 +41,7 @@ class LeftOut:
         As many as ``_MOST_BYTES`` hold, or one: the same on every rank, since all have as many.
         """
         walk = self.walk
-        of_sample = walk.hidden[0].nbytes // len(walk.batches[0]["input_ids"])
+        of_sample = walk.hidden[0].nbytes // len(walk.batches[0].inputs["input_ids"])
         of_batch = of_sample * -(-len(self.targets) // (walk.sample_group.num_groups * walk.num_batches))
         step = max(_MOST_BYTES // ((num_left + 1) * of_batch), 1)
         return [range(start, min(start + step, walk.num_batches)) for start in range(0, walk.num_batches, step)]
@@ -59,7 +59,7 @@ class LeftOut:
                 for number, hidden in enumerate(streams.hidden[len(batches) :]):
                     layer, place = divmod(number, len(batches))
                     logits = logits_of(place, hidden)
-                    if (windows := self.walk.windows[batches[place]]) and self.walk.sample_group.rank == 0:
+                    if (windows := self.walk.batches[batches[place]].windows) and self.walk.sample_group.rank == 0:
                         targets = sent(self.targets[list(windows)].flatten(), logits.device)
                         losses.append((layer, cross_entropy(logits.flatten(0, 1), targets)))
 
@@ -75,7 +75,6 @@ class LeftOut:
             walk = dataclasses.replace(
                 self.walk,
                 hidden=[self.walk.hidden[batch].clone() for batch in batches],
-                calls=[self.walk.calls[batch] for batch in batches],
                 batches=[self.walk.batches[batch] for batch in batches],
             )
         for index in left:
@@ -94,4 +93,4 @@ class LeftOut:
 
         walk.advance(index, self.comm, end=on_batch, checks=False)  # the loss says what is NaN
         walk.hidden += without
-        walk.calls += walk.calls[:num]
+        walk.batches += walk.batches[:num]

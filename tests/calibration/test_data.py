@@ -19,9 +19,9 @@ from typing_extensions import override
 
 from distprune import calibration_windows
 from distprune.calibration import text
-from distprune.calibration.batches import Batches
-from distprune.calibration.data import load_samples, spread, tokens_together
+from distprune.calibration.data import Batches, load_samples, tokens_together
 from distprune.calibration.token_ids import as_line, as_windows
+from distprune.calibration.walk import spread
 from distprune.collectives.communicator import communicator
 from tests.worlds import run_threads
 
@@ -310,33 +310,19 @@ def test_does_not_fit_the_model(tmp_path: Path) -> None:
     assert load(path, 1, 6, positions=6)
 
 
-@pytest.mark.parametrize("num_samples", [1, 2, 5, 8])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_sample_counts_once(world_size: int, num_samples: int) -> None:
-    token_ids = torch.arange(num_samples * 3).view(num_samples, 3)
-    counted = []
-    for rank in range(world_size):
-        mine = spread(token_ids, rank, world_size)
-        assert len(mine.batches) == -(-num_samples // world_size)
-        assert all(batch["input_ids"].shape == (1, 3) for batch in mine.batches)
-        counted += [batch["input_ids"][0].tolist() for batch in mine.batches[: sum(map(bool, mine.windows))]]
-    assert sorted(counted) == token_ids.tolist()
-
-
 @given(st.integers(1, 40), st.integers(1, 7), st.integers(1, 50))
 def test_every_part_has_as_many_batches(num_samples: int, num_parts: int, batch_tokens: int) -> None:
     token_ids = torch.arange(num_samples * 4).view(num_samples, 4)
     parts = [spread(token_ids, part, num_parts, batch_tokens) for part in range(num_parts)]
-    assert len({len(of_part.batches) for of_part in parts}) == 1
-    together = [windows for of_part in parts for windows in of_part.windows]
+    assert len({len(batches) for batches in parts}) == 1
+    together = [batch.windows for batches in parts for batch in batches]
     assert sorted(number for windows in together for number in windows) == list(range(num_samples))
     assert all(len(windows) <= max(batch_tokens // 4, 1) for windows in together)
-    for of_part in parts:
-        num_counted = sum(map(bool, of_part.windows))
-        counted = [batch["input_ids"] for batch in of_part.batches[:num_counted]]
-        for ids, windows in zip(counted, of_part.windows, strict=False):
-            assert torch.equal(ids, token_ids[list(windows)])
-        assert all(len(batch["input_ids"]) == 1 for batch in of_part.batches[num_counted:])  # padding
+    for batches in parts:
+        num_counted = sum(bool(batch.windows) for batch in batches)
+        for batch in batches[:num_counted]:
+            assert torch.equal(batch.inputs["input_ids"], token_ids[list(batch.windows)])
+        assert all(len(batch.inputs["input_ids"]) == 1 for batch in batches[num_counted:])  # padding
 
 
 def test_how_many_tokens_run_together() -> None:

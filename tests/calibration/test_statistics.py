@@ -15,11 +15,10 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from distprune.calibration.catch_inputs import catch_inputs
-from distprune.calibration.data import spread
 from distprune.calibration.moments import Moments, Needs
 from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.statistics import InputStatistics
-from distprune.calibration.walk import Call, Walk
+from distprune.calibration.walk import Batch, Call, Walk, spread
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Alone, communicator
 from distprune.models.decoder_blocks import decoder_blocks
@@ -36,17 +35,20 @@ KINDS: tuple[Needs, ...] = ("squares", "products")
 SHARDED = ["llama", "gpt2", "falcon", "mixtral", "qwen2_moe"]
 
 
-def walk_of(block: nn.Module, inputs: Sequence[torch.Tensor], **options: Any) -> Walk:
-    """A walk whose only block is given ``inputs``, a sample each."""
-    windows, calls = [range(i, i + 1) for i in range(len(inputs))], [[Call((), {})] for _ in inputs]
-    return Walk(block, [("", block)], list(inputs), calls, **{"windows": windows, **options})
+def walk_of(
+    block: nn.Module, inputs: Sequence[torch.Tensor], sample_group: SampleGroup | None = None, num_padding: int = 0
+) -> Walk:
+    """A walk whose only block is given ``inputs``, a sample each; the last ones are padding."""
+    num = len(inputs) - num_padding
+    batches = [Batch(range(i, min(i + 1, num)), {}, [Call((), {})]) for i in range(len(inputs))]
+    group = sample_group or SampleGroup()
+    return Walk(block, [("", block)], list(inputs), batches=batches, sample_group=group)
 
 
 def walk_of_model(model: nn.Module, comm: Communicator) -> Walk:
     """A walk of this rank's samples through ``model``."""
-    mine = spread(TOKENS, comm.rank, comm.size)
-    walk = catch_inputs(model, mine.batches)
-    return dataclasses.replace(walk, windows=mine.windows, sample_group=SampleGroup(comm.rank, comm.size))
+    walk = catch_inputs(model, spread(TOKENS, comm.rank, comm.size))
+    return dataclasses.replace(walk, sample_group=SampleGroup(comm.rank, comm.size))
 
 
 def moments_of(walk: Walk, needs: Needs, comm: Communicator, index: int = 0) -> list[Moments]:
@@ -272,9 +274,9 @@ class Twice(nn.Module):
         return y + torch.as_tensor(self.b(x.clone() if how == "copy" else x))
 
 
-def listen(*hows: str, **options: Any) -> list[Moments]:
+def listen(*hows: str, num_padding: int = 0) -> list[Moments]:
     inputs = [torch.ones(1, 4) for _ in hows]
-    return moments_of(walk_of(Twice(*hows), inputs, **options), "squares", Alone())
+    return moments_of(walk_of(Twice(*hows), inputs, num_padding=num_padding), "squares", Alone())
 
 
 def test_what_is_the_same_input() -> None:
@@ -290,7 +292,7 @@ def test_what_is_the_same_input() -> None:
 
 
 def test_samples_that_do_not_count() -> None:
-    (moments,) = listen("same", "same", windows=[range(1), range(0)])
+    (moments,) = listen("same", "same", num_padding=1)
     assert moments.num_tokens == 1
 
 

@@ -16,6 +16,7 @@ from distprune.calibration.catch_inputs import catch_inputs
 from distprune.calibration.order import BlockOrder, learn_order
 from distprune.calibration.statistics import InputStatistics
 from distprune.calibration.targets import Targets
+from distprune.calibration.walk import spread
 from distprune.collectives.communicator import Alone, communicator
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.linear_layers import linear_layers
@@ -50,7 +51,7 @@ def model_of(architecture: str) -> Any:
 
 
 def order_of(model: Any) -> BlockOrder:
-    walk = catch_inputs(model, [{"input_ids": tokens[None], "use_cache": False} for tokens in TOKENS])
+    walk = catch_inputs(model, spread(TOKENS, 0, 1))
     return learn_order(Alone(), walk, 0, linear_layers(walk.blocks[0][1]))
 
 
@@ -121,7 +122,7 @@ def order_on_rank(rank: int, architecture: str) -> BlockOrder:
         _, layer = decoder_blocks(model)[0]
         layer.get_submodule("mlp").register_forward_hook(run_gate)
         vars(layer)["forward"] = partial(fused, layer=layer, closing="added")
-    walk = catch_inputs(model, [{"input_ids": TOKENS[rank : rank + 1], "use_cache": False}])
+    walk = catch_inputs(model, spread(TOKENS[rank : rank + 1], 0, 1))
     return learn_order(communicator(), walk, 0, linear_layers(walk.blocks[0][1]))
 
 
@@ -151,7 +152,7 @@ def test_a_stage_runs_no_further_than_it_has_to() -> None:
 def nan_in_one_stream(rank: int, stream: str) -> None:
     model, comm = tiny_model("llama"), communicator()
     linears = linear_layers(decoder_blocks(model)[0][1])
-    walk = catch_inputs(model, [{"input_ids": TOKENS[:1], "use_cache": False}])
+    walk = catch_inputs(model, spread(TOKENS[:1], 0, 1))
     targets = Targets(walk, learn_order(Alone(), walk, 0, linears), linears)
     walk.dense += [hidden.clone() for hidden in walk.hidden]
     targets.run(Alone(), 0, linears)

@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import override
 
 from distprune.calibration.catch_inputs import catch_inputs
-from distprune.calibration.data import spread
-from distprune.calibration.walk import Walk
+from distprune.calibration.walk import Batch, Walk, spread
 from distprune.collectives.communicator import Alone, communicator
 from distprune.models.decoder_blocks import decoder_blocks
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
@@ -47,22 +46,22 @@ def check_walk(walk: Walk, wanted: list[list[torch.Tensor]]) -> None:
 
 def kinds(walk: Walk) -> list[int]:
     """By block, the first one that is called by the same object."""
-    return [[call is other for other in walk.calls[0]].index(True) for call in walk.calls[0]]
+    return [[call is other for other in walk.batches[0].calls].index(True) for call in walk.batches[0].calls]
 
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
 @pytest.mark.sampled(12)
 def test_every_architecture(architecture: str, offload: bool) -> None:
-    model, batches = tiny_model(architecture), spread(TOKENS, 0, 1).batches
+    model, batches = tiny_model(architecture), spread(TOKENS, 0, 1)
     walk = catch_inputs(model, batches, offload=offload)
     assert kinds(walk) == [0] * len(walk.blocks)
-    check_walk(walk, [block_outputs(model, batch["input_ids"]) for batch in batches])
+    check_walk(walk, [block_outputs(model, batch.inputs["input_ids"]) for batch in batches])
 
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_hidden_states_stay_where_they_are_and_are_nobody_elses(offload: bool) -> None:
-    model, batches = tiny_model("llama"), spread(TOKENS, 0, 1).batches
+    model, batches = tiny_model("llama"), spread(TOKENS, 0, 1)
     given: list[torch.Tensor] = []
     handle = decoder_blocks(model)[0][1].register_forward_pre_hook(lambda _, args: given.append(args[0]))
     walk = catch_inputs(model, batches, offload=offload)
@@ -98,9 +97,9 @@ def test_a_block_may_put_out_another_width_and_dtype() -> None:
                 hidden = layer(hidden)
             return hidden
 
-    model, batches = Model(), spread(TOKENS, 0, 1).batches
+    model, batches = Model(), spread(TOKENS, 0, 1)
     walk = catch_inputs(model, batches)
-    check_walk(walk, [block_outputs(model, batch["input_ids"]) for batch in batches])
+    check_walk(walk, [block_outputs(model, batch.inputs["input_ids"]) for batch in batches])
     assert [(hidden.shape[-1], hidden.dtype) for hidden in walk.hidden] == [(8, torch.float64)] * len(batches)
 
 
@@ -125,10 +124,10 @@ def alternating_model() -> nn.Module:
 
 
 def test_blocks_of_two_kinds() -> None:
-    model, batches = alternating_model(), spread(TOKENS, 0, 1).batches
+    model, batches = alternating_model(), spread(TOKENS, 0, 1)
     walk = catch_inputs(model, batches)
     assert kinds(walk) == [0, 1, 0, 1]
-    check_walk(walk, [block_outputs(model, batch["input_ids"]) for batch in batches])
+    check_walk(walk, [block_outputs(model, batch.inputs["input_ids"]) for batch in batches])
 
 
 def test_one_block_is_run_once_to_learn_how_all_are_called() -> None:
@@ -140,7 +139,7 @@ def test_one_block_is_run_once_to_learn_how_all_are_called() -> None:
             num_runs[index] += 1
 
         block.register_forward_pre_hook(count)
-    catch_inputs(model, spread(TOKENS, 0, 1).batches)
+    catch_inputs(model, spread(TOKENS, 0, 1))
     assert num_runs == [1, 0, 0]  # by the first sample; the other blocks are stood in for
     assert [block for _, block in decoder_blocks(model)] == [block for _, block in blocks]
 
@@ -150,7 +149,7 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match="no calibration sample"):
         catch_inputs(model, [])
     with pytest.raises(ValueError, match="no decoder blocks in Linear"):
-        catch_inputs(nn.Linear(2, 2), [{"input": torch.ones(1, 2)}])
+        catch_inputs(nn.Linear(2, 2), spread(TOKENS, 0, 1))
 
 
 class Backwards(nn.Module):
@@ -168,7 +167,7 @@ class Backwards(nn.Module):
 
 
 def test_blocks_out_of_order() -> None:
-    batch = {"x": torch.ones(1, 2)}
+    batch = Batch(range(1), {"x": torch.ones(1, 2)})
     with pytest.raises(ValueError, match=r"block 'layers.1' is called as number 1"):
         catch_inputs(Backwards([1, 0]), [batch])
     with pytest.raises(ValueError, match="ended after 1 of 2 decoder blocks"):
@@ -177,7 +176,7 @@ def test_blocks_out_of_order() -> None:
 
 def hidden_in_shards(_: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    catch_inputs(Backwards([0, 1]), [{"x": DTensor.from_local(torch.ones(1, 1, 2), mesh, [Shard(1)])}])
+    catch_inputs(Backwards([0, 1]), [Batch(range(1), {"x": DTensor.from_local(torch.ones(1, 1, 2), mesh, [Shard(1)])})])
 
 
 def test_hidden_states_are_plain() -> None:
@@ -188,7 +187,7 @@ def test_hidden_states_are_plain() -> None:
 
 def advance_with_nan(rank: int) -> None:
     model = Backwards([0, 1])
-    walk = catch_inputs(model, [{"x": torch.full((1, 2), torch.nan if rank == 1 else 1.0)}])
+    walk = catch_inputs(model, [Batch(range(1), {"x": torch.full((1, 2), torch.nan if rank == 1 else 1.0)})])
     walk.advance(0, communicator())
 
 
@@ -218,7 +217,7 @@ class Shifted(nn.Module):
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_hidden_states_changed_between_blocks(in_place: bool) -> None:
-    batch = {"x": torch.ones(1, 2)}
+    batch = Batch(range(1), {"x": torch.ones(1, 2)})
     with pytest.raises(ValueError, match=r"block 'layers.2' is not given what 'layers.1' puts out"):
         catch_inputs(Shifted(in_place, 1.0), [batch])
     assert len(catch_inputs(Shifted(in_place, 0.0), [batch]).blocks) == 3  # other tensors of the same values are fine

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from distprune import Unstructured
 from distprune.calibration.catch_inputs import catch_inputs
-from distprune.calibration.data import spread
+from distprune.calibration.walk import spread
 from distprune.collectives.communicator import communicator
 from distprune.collectives.guarded import Guarded
 from distprune.models.decoder_blocks import decoder_blocks
@@ -40,10 +40,10 @@ def sharded(architecture: str, reshard_after_forward: bool) -> nn.Module:
 def walk_sharded(_: int, architecture: str, reshard_after_forward: bool) -> None:
     comm = communicator()
     plain, model = tiny_model(architecture), sharded(architecture, reshard_after_forward)
-    batches = spread(TOKENS, comm.rank, comm.size).batches
+    batches = spread(TOKENS, comm.rank, comm.size)
     walk = catch_inputs(model, batches)
     check_sharded(model)
-    wanted = [block_outputs(plain, batch["input_ids"]) for batch in batches]
+    wanted = [block_outputs(plain, batch.inputs["input_ids"]) for batch in batches]
     for index, (__, block) in enumerate(walk.blocks):
         with walk.block(index) as run:
             for i in range(walk.num_batches):
@@ -57,7 +57,7 @@ def walk_sharded(_: int, architecture: str, reshard_after_forward: bool) -> None
             for parameter in parameters:
                 parameter.mul_(0.5)
     again = catch_inputs(model, batches)
-    wanted = [block_outputs(plain, batch["input_ids"]) for batch in batches]
+    wanted = [block_outputs(plain, batch.inputs["input_ids"]) for batch in batches]
     for index in range(len(again.blocks)):
         again.advance(index, comm)
         assert all(torch.equal(h, of_sample[index]) for h, of_sample in zip(again.hidden, wanted, strict=True))
@@ -124,11 +124,11 @@ def walk_sharded_as(rank: int, how: str) -> None:
     model: Any = tiny_model("llama")
     plain: Any = tiny_model("llama")
     shard_as(how, model)
-    comm, batches = communicator(), spread(TOKENS, rank, torch.distributed.get_world_size()).batches
+    comm, batches = communicator(), spread(TOKENS, rank, torch.distributed.get_world_size())
     walk = catch_inputs(model, batches, comm=Guarded(comm))
     assert comm.traffic.num_rounds == len(batches) + 1
     check_sharded(model)
-    wanted = [block_outputs(model, batch["input_ids"]) for batch in batches]
+    wanted = [block_outputs(model, batch.inputs["input_ids"]) for batch in batches]
     reset_forward(model)
     for index, (_, block) in enumerate(walk.blocks):
         with walk.block(index) as run:
@@ -170,7 +170,7 @@ def test_what_is_pruned_stays_pruned(pool: ProcessPool, how: str) -> None:
 def catch_sharded(rank: int, architecture: str) -> None:
     """What is around the blocks is gathered: embeddings of positions and norms of embeddings, too."""
     plain, model = tiny_model(architecture), sharded(architecture, reshard_after_forward=True)
-    batches = spread(TOKENS, rank, 2).batches
+    batches = spread(TOKENS, rank, 2)
     one, other = catch_inputs(plain, batches), catch_inputs(model, batches)
     assert all(torch.equal(a, b) for a, b in zip(one.hidden, other.hidden, strict=True))
 

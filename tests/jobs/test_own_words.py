@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from distprune import own_words
-from distprune.calibration.batches import WindowBatches
-from distprune.calibration.data import load_samples
+from distprune.calibration.data import WindowBatches, load_samples
 from distprune.checkpoint.hf_load import load_model, load_tokenizer
 from distprune.jobs import (
     FinetuneJob,
