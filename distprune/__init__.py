@@ -68,8 +68,7 @@ from distprune.shards.local_shard import LocalShard, Ownership
 from distprune.training.hold import Hold, hold_zeros
 from distprune.training.regrowth import Regrow
 from distprune.training.report import TrainingReport
-from distprune.training.schedules import at_once, constant, cubic, stepwise
-from distprune.training.shares import erk
+from distprune.training.schedules import at_once, constant, cubic, erk, stepwise
 from distprune.training.sparse_training import SparseTraining
 from distprune.training.straight_through import StraightThrough
 from distprune.version import __version__

@@ -27,7 +27,7 @@ LINES = {
     "scores": (395, 350),
     "selection": (487, 520),
     "shards": (1175, 1030),
-    "training": (1536, 1030),
+    "training": (1487, 1030),
 }
 
 

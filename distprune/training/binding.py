@@ -50,12 +50,12 @@ class Binding:
         self._weights = weights
         self._left_out: frozenset[str] = frozenset()  # of what was found: the default follows from the whole model
         self._at_forward, self._at_gradient, self._trusts_loaded = at_forward, at_gradient, trusts_loaded
-        self.shards: list[LocalShard] = []  # also what has no memory yet (meta)
         self.has_begun = False
         self._start()
 
     def _start(self) -> None:
         """Begin with what no copy takes along."""
+        self.shards: list[LocalShard] = []  # also what has no memory yet (meta)
         self._moved: dict[int, tuple[object, HeldTogether]] = {}  # by optimizer, with the parameters that it had
         self._model_hooks: list[RemovableHandle] = []
         self._gradient_hooks: list[RemovableHandle] = []
@@ -64,14 +64,13 @@ class Binding:
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("_moved", "_model_hooks", "_gradient_hooks", "held", "together")
-        state = {name: value for name, value in vars(self).items() if name not in left_out}
-        return state | {"shards": frozenset(shard.name for shard in self.shards)}
+        taken = ("_weights", "_left_out", "_at_forward", "_at_gradient", "_trusts_loaded", "has_begun")
+        return {name: vars(self)[name] for name in taken}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._start()
-        self._bind([shard for shard in self.find() if shard.name in state["shards"]])
+        self.renew()
         self.trust(signs=True)
 
     @property

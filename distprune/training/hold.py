@@ -30,8 +30,7 @@ from distprune.patterns.base import Pattern
 from distprune.pruning.agreement import NamedWeights, sum_zeros
 from distprune.shards.local_shard import bits_of
 from distprune.training.binding import Binding
-from distprune.training.held import Held, HeldTogether
-from distprune.training.natural_zeros import check_zeros
+from distprune.training.held import Held, HeldTogether, check_zeros
 from distprune.training.optimizers import (
     OnSteps,
     Optimizers,

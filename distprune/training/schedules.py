@@ -1,17 +1,23 @@
-"""How sparse a model is at each step: a schedule is a function from the step to the share of zeros.
+"""How sparse a model is at each step, and how a sparsity is divided among its parameters.
 
-Steps count from 0. A schedule never goes down: held zeros do not come back.
+A schedule is a function from the step to the share of zeros. Steps count from 0. A schedule never goes down: held zeros
+do not come back.
 """
 
 from __future__ import annotations
 
 import bisect
-import itertools
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
+from torch import nn
+
+from distprune.collectives.communicator import Group, communicator
 from distprune.hints import with_hints
+from distprune.models.find_shards import NamePattern
 from distprune.patterns.base import check_share
+from distprune.pruning.agreement import NamedWeights
 
 Schedule = Callable[[int], float]
 
@@ -45,8 +51,7 @@ def stepwise(sparsities: Mapping[int, float]) -> Schedule:
     """
     steps = sorted(sparsities)
     levels = [0.0, *(sparsities[step] for step in steps)]
-    for before, after in itertools.pairwise(levels):
-        check_rises(before, after)
+    check_rise(levels, levels[1:])
     return partial(_level_at, steps, levels)
 
 
@@ -65,7 +70,7 @@ def cubic(final: float, *, stop: int, start: int = 0, initial: float = 0.0, ever
         ValueError: ``final`` is below ``initial``, one of them is out of range, or ``stop`` is not after ``start``.
     """
     check_share(float(initial), "initial")
-    check_rises(initial, final)
+    check_rise([initial], [final])
     if not 0 <= start < stop or every < 1:
         raise ValueError(f"a schedule needs 0 <= start < stop and every >= 1, not {start=}, {stop=}, {every=}")
 
@@ -85,12 +90,61 @@ def _cubic_at(final: float, stop: int, start: int, initial: float, every: int, s
     return final + (initial - final) * (1 - passed) ** 3
 
 
-def check_rises(before: float, after: float) -> None:
-    """Check that a schedule may go from ``before`` to ``after``. Local.
+def check_rise(before: Iterable[float], after: Iterable[float]) -> None:
+    """Check that schedules may go from each of ``before`` to the one of ``after`` beside it. Local.
 
     Raises:
-        ValueError: it goes down, or ``after`` is out of range.
+        ValueError: one goes down, or one of ``after`` is out of range.
     """
-    check_share(float(after), "a sparsity of the schedule")
-    if after < before:
-        raise ValueError(f"the schedule goes down from {before} to {after}; zeros that are held do not come back")
+    for low, high in zip(before, after, strict=False):
+        check_share(float(high), "a sparsity of the schedule")
+        if high < low:
+            raise ValueError(f"the schedule goes down from {low} to {high}; zeros that are held do not come back")
+
+
+def erk(
+    model: nn.Module,
+    sparsity: float,
+    *,
+    include: NamePattern | Sequence[NamePattern] = (),
+    exclude: NamePattern | Sequence[NamePattern] = (),
+    group: Group = None,
+) -> dict[str, float]:
+    """Return a sparsity for each parameter by Erdős-Rényi-Kernel, ``sparsity`` over all of them together.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Linear(64, 64))
+    >>> shares = erk(model, 0.8)
+    >>> shares["0.weight"] < 0.8 < shares["1.weight"]
+    True
+
+    The density of a parameter is in proportion to the sum of its dims over their product, so small layers stay denser;
+    what would be denser than 1 is left whole. (RigL, arXiv 1911.11134, section 3.) Give it to
+    :func:`distprune.prune_model` or :func:`distprune.prune_blocks` as ``sparsity``.
+
+    Which parameters, and who must call it: as :func:`distprune.prune_model`. One round; on pipelines up to five.
+
+    Raises:
+        ValueError: on every rank: ``sparsity`` is out of range, or differs between ranks, or a pattern matches nothing.
+    """
+
+    def look() -> float:
+        check_share(float(sparsity))
+        return float(sparsity)
+
+    agreed = NamedWeights(model, include, exclude).agree(communicator(group), look)
+    return erk_of_shapes({member.name: member.global_shape for member in agreed.roster.members}, sparsity)
+
+
+def erk_of_shapes(shapes: Mapping[str, Sequence[int]], sparsity: float) -> dict[str, float]:
+    """Return a sparsity for each of ``shapes``: see :func:`erk`. Local."""
+    numel = {name: math.prod(shape) for name, shape in shapes.items()}
+    raw = {name: sum(shape) / max(numel[name], 1) for name, shape in shapes.items()}
+    whole: set[str] = set()
+    while True:
+        left = [name for name in shapes if name not in whole]
+        kept = (1 - sparsity) * sum(numel.values()) - sum(numel[name] for name in whole)
+        scale = kept / max(sum(raw[name] * numel[name] for name in left), 1e-300)
+        full = {name for name in left if raw[name] * scale > 1}
+        if not full:
+            return {name: 0.0 if name in whole else 1 - raw[name] * scale for name in shapes}
+        whole |= {name for name in full if raw[name] == max(raw[each] for each in full)}

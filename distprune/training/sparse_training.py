@@ -32,7 +32,7 @@ from distprune.training.hold import Hold
 from distprune.training.optimizers import Optimizers, only_makes_state
 from distprune.training.regrowth import Regrow
 from distprune.training.report import TrainingReport, Update
-from distprune.training.schedules import Schedule, check_rises
+from distprune.training.schedules import Schedule, check_rise
 
 _NUM_CHECKED_STEPS = 4096  # of the schedule, before anything is changed
 _NO_MATTER = 5e-4  # of a share: reports say tenths of a percent
@@ -117,7 +117,7 @@ class SparseTraining:
                 raise TypeError(f"regrow takes a Regrow, such as Regrow(stop=1000), not {regrow!r}")
             levels += (self._levels(step) for step in range(_NUM_CHECKED_STEPS))
             for before, after in itertools.pairwise(levels):
-                _check_all_rise(before, after)
+                check_rise(before, after)
         agree(self._comm, {"the first steps of the schedule": levels})
         weights = NamedWeights(model, include, exclude)
         self._request = Request(weights, None, self._score, pattern, scope, seed, None)
@@ -236,7 +236,7 @@ class SparseTraining:
     def _prune(self, step: int, levels: list[float]) -> None:
         """Prune to ``levels`` at ``step``, if that is more than before."""
         before = self._level or [0.0] * len(levels)
-        _check_all_rise(before, levels)
+        check_rise(before, levels)
         if before == levels:
             return
         asked = levels[0] if self._names is None else dict(zip(self._names, levels, strict=True))
@@ -274,8 +274,3 @@ def _check_callable(schedules: Sequence[object]) -> None:
             "schedule takes a function from the step to the share of zeros, such as constant(0.8) or "
             f"cubic(0.8, stop=1000), or one for each name, not {wrong[0]!r}"
         )
-
-
-def _check_all_rise(before: list[float], after: list[float]) -> None:
-    for level, next_level in zip(before, after, strict=True):
-        check_rises(level, next_level)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -20,15 +20,15 @@ from distprune.collectives.agree import max_together, sum_together
 from distprune.collectives.communicator import Group, communicator
 from distprune.formatting import cut, one_line
 from distprune.masks.in_place import bring_back, set_aside
-from distprune.models.find_shards import Found, NamePattern
+from distprune.models.find_shards import NamePattern
 from distprune.patterns.as_pattern import as_pattern, says_how_much
 from distprune.patterns.base import Pattern, Ranked
-from distprune.pruning.agreement import Agreed, NamedWeights, agreeing, choose_masks
+from distprune.pruning.agreement import NamedWeights, agreeing, choose_masks
 from distprune.scores.as_score import Magnitude
 from distprune.scores.base import LocalScores
 from distprune.shards.device import fetched, row_chunks
 from distprune.shards.local_shard import LocalShard
-from distprune.shards.parameter_range import gradients_of, ranges_of
+from distprune.shards.parameter_range import gradient_of, ranges_of
 from distprune.training.binding import Weak, in_backward
 from distprune.training.carried import laid_out, load_in_place
 from distprune.training.optimizers import (
@@ -112,11 +112,13 @@ class StraightThrough(OnSteps):
         self._aside: dict[str, torch.Tensor] = {}  # by parameter, of local shape
         self._dense: list[LocalShard] | None = None  # what has its latent weights, within a step
         self._was_written = False  # to a pruned weight, on some rank, since the mask was chosen
-        with agreeing(self._comm) as agreed:
+
+        def look() -> None:
             self._check_arguments()
             self._optimizers = _that_step(optimizer)
-            self._layout = _layout_of(self._look(agreed).shards)
-        shards, masks = self._choose(agreed)
+            self._layout = _layout_of(self._weights.find().shards)
+
+        shards, masks = self._choose(look)
 
         def prepare(moves: torch.Tensor) -> None:
             self._aside = {shard.name: torch.zeros_like(shard.local) for shard in shards}
@@ -189,28 +191,24 @@ class StraightThrough(OnSteps):
         if isinstance(self._every, bool) or not isinstance(self._every, int) or self._every < 1:
             raise ValueError(f"every={self._every!r} must be a number of steps, at least 1")
 
-    def _look(self, agreed: Agreed) -> Found:
-        """Find what is pruned, and state it, within ``agreeing``."""
-        pattern = as_pattern(self._pattern)
-        agreed.found = self._weights.find_for(pattern)
-        agreed.facts = {
-            "pattern": repr(pattern),
-            "decay": repr(self._decay),
-            "every": self._every,
-            "number of optimizers": len(self._optimizers),
-            **self._weights.facts,
-        }
-        return agreed.found
+    def _choose(self, look: Callable[[], object] = lambda: None) -> tuple[list[LocalShard], list[torch.Tensor]]:
+        """Return this rank's shards, and the masks that the pattern chooses now. Every rank must call it.
 
-    def _choose(self, agreed: Agreed) -> tuple[list[LocalShard], list[torch.Tensor]]:
-        """Return this rank's shards, and the masks that the pattern chooses now. Every rank must call it."""
+        ``look`` runs first; what it raises on one rank is raised on all.
+        """
+        with agreeing(self._comm) as agreed:
+            look()
+            pattern = as_pattern(self._pattern)
+            agreed.found = self._weights.find_for(pattern)
+            options = {"decay": repr(self._decay), "every": self._every, "number of optimizers": len(self._optimizers)}
+            agreed.facts = {"pattern": repr(pattern), **options, **self._weights.facts}
         agreed.check_found()
 
         def make_scores() -> list[LocalScores]:  # of latent weights, whose zeros are weights like others
             return [LocalScores(shard, Magnitude()) for shard in agreed.shards()]
 
         ranked = Ranked(self._comm, agreed.roster, Magnitude(), make_scores, of_left=True)
-        masks, _ = choose_masks(ranked, ranked.choose(as_pattern(self._pattern)))
+        masks, _ = choose_masks(ranked, ranked.choose(pattern))
         return ranked.shards(), masks
 
     def _set_aside(self, shards: Sequence[LocalShard], masks: Sequence[torch.Tensor]) -> None:
@@ -272,9 +270,7 @@ class StraightThrough(OnSteps):
         self.step += is_last
         try:
             if is_last and (self.step % self._every == 0 or self._was_written):
-                with agreeing(self._comm) as agreed:
-                    self._look(agreed)
-                self._set_aside(*self._choose(agreed))
+                self._set_aside(*self._choose())
                 self._dense, self._was_written = None, False
         finally:
             self._prune_again()
@@ -308,11 +304,11 @@ def _gradients(shards: Sequence[LocalShard], optimizer: Optimizer) -> dict[str, 
     Raises:
         ValueError: one is sparse, or not reduced over the ranks.
     """
-    parameters, gradients = parameters_of(optimizer), {}
-    ranges = ranges_of(shards, parameters)
-    for shard, where, gradient in zip(shards, ranges, gradients_of(shards, parameters), strict=True):
+    gradients = {}
+    for shard, where in zip(shards, ranges_of(shards, parameters_of(optimizer)), strict=True):
         if where is None or where.parameter.grad is None:
             continue
+        gradient = gradient_of(where)
         if gradient is None:
             raise ValueError(
                 f"the gradient of {shard.name!r} is sparse, or not reduced over the ranks, so its pruned weights "

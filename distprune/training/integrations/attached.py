@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, Unpack, final
+from typing import TypedDict, Unpack
 
 from torch import nn
 
@@ -17,10 +17,7 @@ from distprune.training.regrowth import Counts, Regrow
 from distprune.training.schedules import Schedule
 from distprune.training.sparse_training import SparseTraining
 
-__all__ = ["Attached", "AttachedCallback", "Options"]
-
-
-_FOR_HOLDING = {"include", "exclude", "group"}
+__all__ = ["Attached", "Options"]
 
 
 class Options(TypedDict, total=False):
@@ -36,96 +33,14 @@ class Options(TypedDict, total=False):
     seed: int
 
 
-@final
 class Attached:
-    """Sparse training that is to begin, or has begun. Without a schedule, the zeros that are there are held.
+    """Sparse training that is to begin, or has begun, and what the callbacks of trainers have in common.
 
-    ``loads_later``: zeros may come with a checkpoint, after it has begun. ``by_parameter``: there is :meth:`news`.
+    Without a schedule, the zeros that are there are held.
 
     Raises:
         TypeError: an argument that needs a schedule, and there is none.
     """
-
-    def __init__(
-        self,
-        schedule: Schedule | Mapping[str, Schedule] | None,
-        options: Options,
-        *,
-        loads_later: bool = False,
-        by_parameter: bool = True,
-    ) -> None:
-        without = sorted(options.keys() - _FOR_HOLDING)
-        if schedule is None and without:
-            raise TypeError(f"{without[0]!r} needs a schedule; without one, the zeros that are there are held")
-        self._schedule, self._options, self._loads_later = schedule, options, loads_later
-        self._by_parameter = by_parameter
-        self.training: SparseTraining | Hold | None = None
-        self._at_begin: dict[str, Counts] = {}
-        self._told: dict[str, float] = {}
-
-    def begin(self, model: nn.Module, optimizer: Optimizers) -> SparseTraining | Hold:
-        """Begin, as :class:`distprune.SparseTraining`, with two rounds more. Every rank must call it.
-
-        Raises:
-            ValueError: on every rank: there is neither a schedule nor a zero, so training would be dense.
-        """
-        if self.training is not None:
-            self.training.remove()
-        if self._schedule is None:
-            self.training = hold_zeros(model, optimizer, **self._options)  # type: ignore[misc]
-        else:
-            self.training = SparseTraining(model, optimizer, schedule=self._schedule, **self._options)
-        hold = self.hold
-        assert hold is not None  # it has just begun
-        self._at_begin, self._told = hold.counts_by_name(), {}
-        if self._schedule is None and not self._loads_later and not any(c.num_held for c in self._at_begin.values()):
-            hold.remove()
-            raise ValueError(
-                "there is neither a schedule nor a zero in the model, so training would be dense: give a schedule, or "
-                "prune the model first"
-            )
-        return self.training
-
-    @property
-    def hold(self) -> Hold | None:
-        """What holds the zeros, once it has begun."""
-        return self.training.hold if isinstance(self.training, SparseTraining) else self.training
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps done, the same on every rank; empty without a schedule. Local."""
-        return {"step": self.training.step} if isinstance(self.training, SparseTraining) else {}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a :meth:`state_dict`. Local."""
-        if isinstance(self.training, SparseTraining) and state_dict:
-            self.training.load_state_dict(state_dict)
-
-    @property
-    def sparsity(self) -> float:
-        """The share of zeros as of the last step. Local."""
-        updates = self.training.updates if isinstance(self.training, SparseTraining) else []
-        if updates:
-            return updates[-1].sparsity
-        counts = self._at_begin.values()
-        return sum(each.num_held for each in counts) / max(sum(each.num_elements for each in counts), 1)
-
-    def news(self) -> dict[str, float]:
-        """Return the share of zeros of each parameter, to be logged, if it is not as it was returned last. Local."""
-        now = self.training.sparsities if isinstance(self.training, SparseTraining) else {}
-        now = now or {name: counts.sparsity for name, counts in self._at_begin.items()}
-        if now == self._told or not self._by_parameter:
-            return {}
-        self._told = now
-        return {f"sparsity/{name}": share for name, share in now.items()}
-
-    def finish(self) -> None:
-        """Turn every -0.0 into 0.0, and prune and hold nothing any more. Local."""
-        if self.training is not None:
-            self.training.finish()
-
-
-class AttachedCallback:
-    """What the callbacks of trainers share: their arguments, and what they begin."""
 
     def __init__(
         self,
@@ -135,9 +50,51 @@ class AttachedCallback:
         **options: Unpack[Options],
     ) -> None:
         super().__init__()
-        self._attached = Attached(schedule, options, by_parameter=log_parameters)
+        without = sorted(options.keys() - {"include", "exclude", "group"})
+        if schedule is None and without:
+            raise TypeError(f"{without[0]!r} needs a schedule; without one, the zeros that are there are held")
+        self._schedule, self._options, self._logs_parameters = schedule, options, log_parameters
+        self.training: SparseTraining | Hold | None = None  # what prunes and holds, or held, what was trained last
+        self._at_begin: dict[str, Counts] = {}
+        self._told: dict[str, float] = {}
+
+    def begin(self, model: nn.Module, optimizer: Optimizers, *, loads_later: bool = False) -> SparseTraining | Hold:
+        """Begin, as :class:`distprune.SparseTraining`, with two rounds more. Every rank must call it.
+
+        ``loads_later``: zeros may come with a checkpoint, after it has begun.
+
+        Raises:
+            ValueError: on every rank: there is neither a schedule nor a zero, so training would be dense.
+        """
+        if self.training is not None:
+            self.training.remove()
+        if self._schedule is None:
+            self.training = hold = hold_zeros(model, optimizer, **self._options)  # type: ignore[misc]
+        else:
+            self.training = SparseTraining(model, optimizer, schedule=self._schedule, **self._options)
+            hold = self.training.hold
+        self._at_begin, self._told = hold.counts_by_name(), {}
+        if self._schedule is None and not loads_later and not any(c.num_held for c in self._at_begin.values()):
+            hold.remove()
+            raise ValueError(
+                "there is neither a schedule nor a zero in the model, so training would be dense: give a schedule, or "
+                "prune the model first"
+            )
+        return self.training
 
     @property
-    def training(self) -> SparseTraining | Hold | None:
-        """What prunes and holds, or held, the model that was trained last."""
-        return self._attached.training
+    def sparsity(self) -> float:
+        """The share of zeros as of the last step. Local."""
+        if isinstance(self.training, SparseTraining) and self.training.updates:
+            return self.training.updates[-1].sparsity
+        counts = self._at_begin.values()
+        return sum(count.num_held for count in counts) / max(sum(count.num_elements for count in counts), 1)
+
+    def news(self) -> dict[str, float]:
+        """Return the share of zeros of each parameter, to be logged, if it is not as it was returned last. Local."""
+        now = self.training.sparsities if isinstance(self.training, SparseTraining) else {}
+        now = now or {name: counts.sparsity for name, counts in self._at_begin.items()}
+        if now == self._told or not self._logs_parameters:
+            return {}
+        self._told = now
+        return {f"sparsity/{name}": share for name, share in now.items()}

@@ -8,7 +8,8 @@ from typing import Any, final
 from typing_extensions import override
 
 from distprune.checkpoint.optional_packages import import_extra
-from distprune.training.integrations.attached import AttachedCallback
+from distprune.training.integrations.attached import Attached
+from distprune.training.sparse_training import SparseTraining
 
 __all__ = ["SparseTrainingCallback"]
 
@@ -16,7 +17,7 @@ Callback: Any = import_extra("lightning.pytorch", "lightning").Callback
 
 
 @final
-class SparseTrainingCallback(AttachedCallback, Callback):  # type: ignore[misc]
+class SparseTrainingCallback(Attached, Callback):  # type: ignore[misc]
     """Prune over time while a ``Trainer`` trains, and hold what is pruned.
 
     >>> from lightning.pytorch import Trainer
@@ -47,7 +48,7 @@ class SparseTrainingCallback(AttachedCallback, Callback):  # type: ignore[misc]
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return self._attached.state_dict()
+        return {"step": self.training.step} if isinstance(self.training, SparseTraining) else {}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -55,20 +56,22 @@ class SparseTrainingCallback(AttachedCallback, Callback):  # type: ignore[misc]
 
     @override
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._attached.begin(trainer.model, trainer.optimizers)
-        self._attached.load_state_dict(self._loaded)
+        training = self.begin(trainer.model, trainer.optimizers)
+        if isinstance(training, SparseTraining) and self._loaded:
+            training.load_state_dict(self._loaded)
         self._loaded = {}
 
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        pl_module.log("sparsity", self._attached.sparsity)
-        news = self._attached.news()
+        pl_module.log("sparsity", self.sparsity)
+        news = self.news()
         for logger in trainer.loggers if news else ():
             logger.log_metrics(news, step=trainer.global_step)
 
     @override
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Finish after all callbacks have seen the end of training: some write averages into the model there."""
-        if self._attached.hold is not None:
-            self._attached.hold.apply_to(pl_module)
-        self._attached.finish()
+        if self.training is not None:
+            hold = self.training.hold if isinstance(self.training, SparseTraining) else self.training
+            hold.apply_to(pl_module)
+            self.training.finish()

@@ -43,8 +43,7 @@ def train_sparsely(
             f"sparse training takes one pipeline stage a rank, not {len(trainer.model_parts)}; use a schedule without "
             "interleaving"
         )
-    attached = Attached(schedule, options, loads_later=True)
-    training = attached.begin(trainer.model_parts[0], trainer.optimizers)
+    training = Attached(schedule, **options).begin(trainer.model_parts[0], trainer.optimizers, loads_later=True)
     if isinstance(training, SparseTraining) and trainer.checkpointer.enable:
         trainer.checkpointer.states["sparse_training"] = training
     return training

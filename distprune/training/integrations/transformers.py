@@ -8,7 +8,7 @@ from torch import nn
 from typing_extensions import override
 
 from distprune.checkpoint.optional_packages import import_extra
-from distprune.training.integrations.attached import AttachedCallback
+from distprune.training.integrations.attached import Attached
 from distprune.training.optimizers import Optimizers
 from distprune.training.sparse_training import SparseTraining
 
@@ -19,7 +19,7 @@ _NAME = "distprune.SparseTraining"  # in the state of a Trainer; the name of a c
 
 
 @final
-class SparseTrainingCallback(AttachedCallback, TrainerCallback):  # type: ignore[misc]
+class SparseTrainingCallback(Attached, TrainerCallback):  # type: ignore[misc]
     """Prune over time while a ``Trainer`` trains, and hold what is pruned.
 
     >>> from transformers import Trainer
@@ -62,23 +62,24 @@ class SparseTrainingCallback(AttachedCallback, TrainerCallback):  # type: ignore
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: nn.Module, optimizer: Optimizers, **_: Any
     ) -> None:
-        self._attached.begin(model, optimizer)
-        saved = state.stateful_callbacks.get(_NAME)
-        if saved is not None:
-            self._attached.load_state_dict(saved)
-        elif isinstance(self.training, SparseTraining):
-            self.training.step = state.global_step
+        training = self.begin(model, optimizer)
+        if isinstance(training, SparseTraining) and (saved := state.stateful_callbacks.get(_NAME)):
+            training.load_state_dict(saved)
+        elif isinstance(training, SparseTraining):
+            training.step = state.global_step  # of a checkpoint without this, which may be dense
 
     @override
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        state.stateful_callbacks[_NAME] = self._attached.state_dict()  # saved after this
+        done = {"step": self.training.step} if isinstance(self.training, SparseTraining) else {}
+        state.stateful_callbacks[_NAME] = done  # saved after this
 
     @override
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
         if self.training is not None:
-            logs["sparsity"] = state.log_history[-1]["sparsity"] = self._attached.sparsity
-            logs.update(self._attached.news())
+            logs["sparsity"] = state.log_history[-1]["sparsity"] = self.sparsity
+            logs.update(self.news())
 
     @override
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._attached.finish()
+        if self.training is not None:
+            self.training.finish()

@@ -17,19 +17,19 @@ from distprune.training.integrations.attached import Attached
 
 def test_an_argument_that_needs_a_schedule() -> None:
     with pytest.raises(TypeError, match="'score' needs a schedule"):
-        Attached(None, {"score": "taylor", "include": "*.weight"})
+        Attached(score="taylor", include="*.weight")
 
 
 def test_neither_schedule_nor_zeros() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    attached = Attached(None, {})
+    attached = Attached()
     with pytest.raises(ValueError, match="neither a schedule nor a zero in the model, so training would be dense"):
         attached.begin(model, optimizer)
     prune.prune_model(model, 0.5)
     attached.begin(model, optimizer)
     assert (attached.sparsity, attached.news(), attached.news()) == (0.5, {"sparsity/weight": 0.5}, {})
-    attached = Attached(None, {}, by_parameter=False)
+    attached = Attached(log_parameters=False)
     attached.begin(model, optimizer)
     assert (attached.sparsity, attached.news()) == (0.5, {})
 
