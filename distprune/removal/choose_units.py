@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from distprune.calibration.data import token_digest, tokens_together
+from distprune.calibration.data import tokens_together
 from distprune.calibration.moments import Moments
 from distprune.calibration.sample_group import find_sample_group, shared_axis
 from distprune.calibration.sensitivity import measure_sensitivities
@@ -17,7 +16,6 @@ from distprune.collectives.agree import sum_together, together
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Group, communicator
 from distprune.models.find_shards import Found
-from distprune.models.linear_layers import LinearLayer
 from distprune.models.units import UnitKind
 from distprune.oneshot.block import Finished, run_blocks
 from distprune.oneshot.driver import Clock, prune_rows
@@ -31,9 +29,8 @@ from distprune.patterns.census import check_parts
 from distprune.patterns.unstructured import Unstructured
 from distprune.pruning.agreement import agreeing
 from distprune.removal.criteria import Criterion, CriterionName, criterion_of
-from distprune.removal.norms import unit_norms
 from distprune.removal.plan import Kept
-from distprune.removal.readers import find_readers
+from distprune.removal.readers import find_norms, find_readers
 from distprune.removal.remover import Refit, UnitRemover
 from distprune.shards.geometry import indices_of
 from distprune.shards.layouts import local_shard
@@ -113,7 +110,7 @@ def choose_units(
     Every rank of ``group`` must call it, with equal arguments. Units are the same at any number of ranks, and weights,
     but for rounding. In memory: as ``prune_blocks``, and of the inputs that a rank is owner to twice X^T X in float64.
     Rounds: those of ``prune_blocks``; for each linear layer 1 more, and 2 of the units that stay; 2 where it has a
-    bias; 1 in the end.
+    bias.
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank, nothing changed: what ``prune_blocks`` refuses; more
@@ -123,89 +120,78 @@ def choose_units(
     """
     comm = communicator(group)
     meter = Meter(comm)
-
     with agreeing(comm) as agreed:
         criterion = criterion_of(criterion)
         refit, share = resolved_refit(refit, targets, target_share)
         check_samples(model, samples)
         blocks = blocks_to_walk(model)
-        plan = find_readers(model, blocks, keep, layers, heals=share > 0)
-        for index, (name, _) in enumerate(blocks) if share > 0 else ():
-            if index + 1 in plan.skipped and index not in plan.skipped | plan.healed.keys():
-                why = "has no one linear layer that could make up for the layers that go behind it"
-                warnings.warn(f"block {name!r} {why}", stacklevel=2)
-        heads = frozenset(name for name, of in plan.asked.items() if of.units.kind == "heads")
-        if refit != "block" and targets is None and heads == plan.asked.keys():
-            share = 0.0  # nothing needs the dense stream
-        if refit == "bias" and (without := [name for name, of in plan.asked.items() if of.linear.bias is None]):
+        readers = find_readers(model, blocks, keep, layers, heals=share > 0)
+        asked = readers.asked
+        if refit == "bias" and (without := [name for name, one in asked.items() if one.linear.bias is None]):
             raise ValueError(f"refit='bias' needs biases, and {without[0]!r} has none; use 'least_squares' or 'none'")
-        own = heads if targets is None else frozenset[str]()
+        heads = [name for name, one in asked.items() if one.units.kind == "heads" and targets is None]
+        if refit != "block" and len(heads) == len(asked):
+            share = 0.0  # nothing needs the dense stream
         recipe = Recipe(
             sequential="layer", target_share=share, refit="block" if refit == "block" else "none", permute="none"
         )
+        names = [f"{one.block}.{one.linear.parameter_path}" for one in asked.values()]
+        if "norms" in criterion.needs:
+            names += [f"{one.block}.{cut.parameter}" for one in asked.values() for cut in one.units.cuts]
+        shards = [local_shard(name, model.get_parameter(name)) for name in dict.fromkeys(names)]
+        agreed.found = Found(shards, has_blocks=True)
         tokens_together(model, batch_tokens)
-        agreed.facts = {
+        plan = WalkPlan(
+            samples,
+            recipe,
+            readers.linears,
+            shards,
+            offload,
+            batch_tokens,
+            {*heads},
+            readers.skipped,
+            readers.healed,
+            axis=shared_axis(model),
+        )
+        agreed.facts = plan.facts | {
             "keep": repr(sorted(keep.items())),
             "layers": repr(None if layers is None else list(layers)),
-            "criterion": repr(criterion),
+            "criterion": criterion.name,
             "refit": refit,
-            "targets": repr(share),
-            "offload": repr(offload),
-            "batch_tokens": repr(batch_tokens),
             "finished": repr(finished is not None),
-            "samples": token_digest(samples),
         }
-        names: dict[str, None] = {}  # of what is refitted, and of all that gets smaller where its norms count
-        for of in plan.asked.values():
-            paths = [each.parameter for each in of.units.cuts] if "norms" in criterion.needs else []
-            names |= dict.fromkeys(f"{of.block}.{path}" for path in (of.linear.parameter_path, *paths))
-        agreed.found = Found([local_shard(name, model.get_parameter(name)) for name in names], has_blocks=True)
-    shards = {shard.name: shard for shard in agreed.shards()}
-    parts = list(shards.values())
-    check_parts(comm, agreed.roster, lambda: without_nans(parts))
-    with together(comm):
-        axis = shared_axis(model)
-    sample_group = find_sample_group(comm, axis)
-    asked = plan.asked
+    plan = replace(plan, shards=agreed.shards())
+    check_parts(comm, agreed.roster, lambda: without_nans(plan.shards))
+    sample_group = find_sample_group(comm, plan.axis)
     if "norms" in criterion.needs and asked:
-        norms = unit_norms(comm, [(of.block, of.units) for of in asked.values()], shards)
-        for of, of_units in zip(asked.values(), norms, strict=True):
-            of.norms = of_units
+        find_norms(comm, asked.values(), {shard.name: shard for shard in plan.shards})
     if "gradients" in criterion.needs:
-        layers_of_blocks = [of.linears for of in plan.linears]
-        found = measure_sensitivities(comm, sample_group, model, layers_of_blocks, samples, batch_tokens=batch_tokens)
-        for name, of in asked.items():
-            of.gradients = found[name].outputs
+        linears = [of_block.linears for of_block in readers.linears]
+        found = measure_sensitivities(comm, sample_group, model, linears, samples, batch_tokens=batch_tokens)
+        for name, one in asked.items():
+            one.gradients = found[name].outputs
     stays: dict[str, list[int]] = {}  # by reader
+    kept: dict[tuple[str, UnitKind, str], torch.Tensor] = {}
 
     def remove(
-        comm: Communicator,
-        rows: Mapping[str, Rows],
-        moments: list[Moments],
-        clock: Clock,
-        aim: Aim,
+        comm: Communicator, rows: Mapping[str, Rows], moments: list[Moments], clock: Clock, aim: Aim
     ) -> dict[str, LayerReport]:
-        some = {of.name: asked[of.name] for of in rows.values()}
-        prefix = next((f"{of.block}." for of in some.values()), "")
-        remover = UnitRemover(some, prefix, criterion, refit)
+        remover = UnitRemover({layer.name: asked[layer.name] for layer in rows.values()}, criterion, refit)
         reports = prune_rows(comm, rows, moments, clock, aim, solver=remover, pattern=Unstructured(0.0))
         for told in comm.gather(remover.kept):
             stays.update(told)
-        linears = {name: some[of.name].linear for name, of in rows.items() if remover.shifts_bias(some[of.name])}
-        _shift_biases(comm, linears, remover.offsets)
+        _shift_biases(comm, remover)
         return reports
 
-    def kept_of(block: str) -> Kept:
-        some = {name: of for name, of in asked.items() if of.block == block and of.units.kind in keep}
-        if missing := some.keys() - stays.keys():
-            raise ValueError(f"no token reached {sorted(missing)[0]!r}: which of its units matter is not known")
-        return {
-            (block, of.units.kind, of.units.name): torch.tensor(stays[name], dtype=torch.int64, device="cpu")
-            for name, of in some.items()
-        }
-
     def call_back(index: int, report: BlockReport) -> None:
-        of_block = kept_of(report.name)
+        of_block: dict[tuple[str, UnitKind, str], torch.Tensor] = {}
+        for name, one in asked.items():
+            if one.block == report.name and one.units.kind in keep:
+                if name not in stays:
+                    raise ValueError(f"no token reached {name!r}: which of its units matter is not known")
+                units = torch.tensor(stays[name], dtype=torch.int64, device="cpu")
+                of_block[one.block, one.units.kind, one.units.name] = units
+        kept.update(of_block)
         if on_block is not None:
             on_block(index, report, of_block)
 
@@ -213,7 +199,7 @@ def choose_units(
         meter,
         sample_group,
         model,
-        WalkPlan(samples, recipe, plan.linears, parts, offload, batch_tokens, own, plan.skipped, plan.healed),
+        plan,
         remove,
         finished=finished,
         on_block=call_back,
@@ -222,35 +208,28 @@ def choose_units(
         seed=None,
         other_blocks=(),
     )
-    kept: dict[tuple[str, UnitKind, str], torch.Tensor] = {}
-    with together(comm):
-        for of_block in report.blocks:
-            kept |= kept_of(of_block.name)
-    layers_left = tuple(index for index in range(len(blocks)) if index not in plan.skipped)
-    return Removal(kept, layers_left, report)
+    return Removal(kept, tuple(index for index in range(len(blocks)) if index not in readers.skipped), report)
 
 
-def _shift_biases(
-    comm: Communicator, linears: Mapping[str, LinearLayer], offsets: Mapping[str, tuple[Rows, torch.Tensor]]
-) -> None:
-    """Add ``offsets``, by linear layer this rank's rows and what their biases gain, to the biases of ``linears``.
+def _shift_biases(comm: Communicator, remover: UnitRemover) -> None:
+    """Add to biases what they gain by what ``remover`` did: they take up the mean of what went.
 
-    Biases keep their layouts. Only the owner's offsets of a row count. Every rank must call it, with the same linear
-    layers: a round of 8 bytes for each output, and one of 64.
+    Biases keep their layouts. Only the owner's offsets of a row count. Every rank must call it: a round of 8 bytes for
+    each output, and one of 64.
     """
-    if not linears:
+    biases = {name: one.linear.bias for name, one in remover.asked.items() if remover.shifts_bias(one)}
+    if not biases:
         return
-    sizes = [linear.num_out for linear in linears.values()]
+    sizes = [remover.asked[name].linear.num_out for name in biases]
 
     def fill(words: torch.Tensor) -> None:
-        for name, part in zip(linears, torch.split(words, sizes), strict=True):
-            if name in offsets and (rows := offsets[name][0]).owned:
-                part[indices_of(rows.runs)] = offsets[name][1].double().cpu()
+        for name, part in zip(biases, torch.split(words, sizes), strict=True):
+            if name in remover.offsets and (rows := remover.offsets[name][0]).owned:
+                part[indices_of(rows.runs)] = remover.offsets[name][1].double().cpu()
 
     total = sum_together(comm, (sum(sizes),), fill, torch.float64)
     with together(comm):
-        for (name, linear), gained in zip(linears.items(), torch.split(total, sizes), strict=True):
-            bias = linear.bias
+        for (name, bias), gained in zip(biases.items(), torch.split(total, sizes), strict=True):
             assert bias is not None
             shard = local_shard(f"{name}.bias", bias.detach())
             own = cut(gained, shard.geometry).to(shard.local.device)

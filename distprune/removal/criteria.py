@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from distprune.oneshot.damping import damped_factor
 
+DAMPING = 0.1  # of X^T X, of its diagonal
 _LEAST = 1e-9  # of the mean diagonal, for an input that is always 0
 
 
@@ -28,7 +29,7 @@ class UnitEvidence:
     W^T R W with R the squared gradients of the outputs, for criteria that need ``"gradients"``. ``means``,
     ``mean_squares`` and ``mean_sizes`` (in,) are of x, x^2 and |x|, ``variances`` of x^2 about the mean. ``norms``
     (num_units,) are sums of squares of all weights that leave with a unit, for criteria that need ``"norms"``.
-    ``alive`` (num_units,): units not gone yet, ``num_alive`` of them.
+    ``alive`` (num_units,): units not gone yet.
     """
 
     features: torch.Tensor
@@ -39,28 +40,20 @@ class UnitEvidence:
     mean_sizes: torch.Tensor
     variances: torch.Tensor
     norms: torch.Tensor | None
-    damping: float
     name: str  # of W
     alive: torch.Tensor = field(init=False)
-    num_alive: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.alive = torch.ones(len(self.features), dtype=torch.bool, device=self.features.device)
-        self.num_alive = len(self.features)
 
     @cached_property
     def inverse(self) -> torch.Tensor:
         """The inverse of X^T X, damped."""
-        return torch.cholesky_inverse(damped_cholesky(self.products, self.damping, self.name))
+        return torch.cholesky_inverse(damped_cholesky(self.products, self.name))
 
     def of_units(self, of_features: torch.Tensor) -> torch.Tensor:
         """Return the sums by unit of what is known of each input, (in,)."""
         return of_features[self.features].sum(dim=1)
-
-    def take_out(self, units: torch.Tensor) -> None:
-        """Say that ``units`` (int64) have gone."""
-        self.alive[units] = False
-        self.num_alive -= len(units)
 
     def refit(self, units: torch.Tensor) -> None:
         """Go on as if W had been refitted without ``units`` (int64): W <- W - W_P [A^-1]_PP^-1 [A^-1]_P:."""
@@ -83,12 +76,12 @@ def where_true(flags: torch.Tensor, num: int) -> torch.Tensor:
     return torch.argsort(flags.to(torch.int8), descending=True, stable=True)[:num]
 
 
-def damped_cholesky(products: torch.Tensor, damping: float, name: str) -> torch.Tensor:
+def damped_cholesky(products: torch.Tensor, name: str) -> torch.Tensor:
     """Return the Cholesky factor of ``products``, of the inputs of ``name``, damped by a share of their diagonal."""
     diagonal = products.diagonal()
     least = _LEAST * diagonal.mean()
     least = torch.where(least > 0, least, 1.0)
-    return damped_factor(products.clone(), torch.where(diagonal > 0, damping * diagonal, least), name)[0]
+    return damped_factor(products.clone(), torch.where(diagonal > 0, DAMPING * diagonal, least), name)[0]
 
 
 CriterionName = Literal["obs", "taylor", "fluctuation", "activation", "magnitude"]
@@ -116,7 +109,6 @@ class Criterion(ABC):
         """Return one score for each unit, (num_units,) float64, higher = keep; of units that have gone any. Local."""
 
 
-@dataclass(frozen=True)
 class OBS(Criterion):
     """What the outputs lose if a unit goes and W is refitted: tr(W_j [A^-1]_jj^-1 W_j^T), A = X^T X.
 
@@ -127,16 +119,11 @@ class OBS(Criterion):
 
     @override
     def scores(self, evidence: UnitEvidence) -> torch.Tensor:
-        alive = where_true(evidence.alive, evidence.num_alive)
-        features = evidence.features[alive]
-        rows, columns = features[:, :, None], features[:, None, :]
+        rows, columns = evidence.features[:, :, None], evidence.features[:, None, :]
         losses = solved(evidence.inverse[rows, columns], evidence.gram[rows, columns])
-        scores = losses.new_full((len(evidence.features),), torch.inf)
-        scores[alive] = losses.diagonal(dim1=1, dim2=2).sum(dim=1)
-        return scores
+        return losses.diagonal(dim1=1, dim2=2).sum(dim=1)
 
 
-@dataclass(frozen=True)
 class UnitTaylor(Criterion):
     """What the loss feels of a unit that goes, to second order: the sum of r_i W_ij^2 A_jj.
 
@@ -150,7 +137,6 @@ class UnitTaylor(Criterion):
         return evidence.of_units(evidence.gram.diagonal() * evidence.mean_squares)
 
 
-@dataclass(frozen=True)
 class Fluctuation(Criterion):
     """How much what a unit adds varies over tokens: the variance of x_j times ||W_j||^2 (FLAP, arXiv 2312.11983)."""
 
@@ -159,7 +145,6 @@ class Fluctuation(Criterion):
         return evidence.of_units(evidence.variances * evidence.gram.diagonal())
 
 
-@dataclass(frozen=True)
 class Activation(Criterion):
     """The mean of |x_j| (Minitron, arXiv 2407.14679)."""
 
@@ -168,7 +153,6 @@ class Activation(Criterion):
         return evidence.of_units(evidence.mean_sizes)
 
 
-@dataclass(frozen=True)
 class UnitMagnitude(Criterion):
     """The sum of squares of all weights that leave with a unit."""
 

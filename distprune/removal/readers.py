@@ -1,18 +1,45 @@
-"""What is asked of each linear layer that reads units, the *readers*: checked before anything changes. Local."""
+"""What is asked of each linear layer that reads units, the *readers*, and how large the weights of units are."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
 from torch import nn
 
-from distprune.models.linear_layers import LinearLayer, linear_layers
-from distprune.models.units import UnitKind, Units, find_all_units, find_units
+from distprune.collectives.agree import sum_together
+from distprune.collectives.base import Communicator
+from distprune.models.linear_layers import LinearLayer, expert_place, linear_layers
+from distprune.models.units import Cut, UnitKind, Units, find_all_units, find_units
 from distprune.oneshot.block_layers import BlockLayers
 from distprune.removal.plan import check_ascending
-from distprune.removal.remover import Asked
+from distprune.shards.device import fetched
+from distprune.shards.geometry import indices_of
+from distprune.shards.local_shard import LocalShard
+
+
+@dataclass
+class Asked:
+    """What is asked of one reader: ``num_kept`` of ``units`` of block ``block`` stay.
+
+    ``norms`` (num_units,) and ``gradients`` (out,) are found later, where the criterion needs them.
+    """
+
+    block: str
+    units: Units
+    num_kept: int
+    linear: LinearLayer
+    norms: torch.Tensor | None = None
+    gradients: torch.Tensor | None = None
+
+    @property
+    def features(self) -> torch.Tensor:
+        """(num_units, width): the inputs that each unit owns."""
+        assert self.units.reader_index is not None  # else there is no reader
+        return self.units.reader_index
 
 
 @dataclass(frozen=True)
@@ -36,7 +63,9 @@ def find_readers(
     *,
     heals: bool,
 ) -> Readers:
-    """Return what ``keep`` and ``layers`` ask of each reader, by the blocks that stay.
+    """Return what ``keep`` and ``layers`` ask of each reader, by the blocks that stay. Local.
+
+    Warns of layers that go behind a block without one linear layer that could make up for them.
 
     Raises:
         ValueError, TypeError, NotImplementedError: see ``choose_units``.
@@ -45,36 +74,36 @@ def find_readers(
         raise ValueError("experts are chosen by choose_experts, before the units of those that stay")
     if layers is not None:
         check_ascending(layers, len(blocks))
-    kept = range(len(blocks)) if layers is None else layers
-    of_kinds = {kind: dict(find_all_units(model, kind)) for kind in keep}
-    asked: dict[str, Asked] = {}
-    healed: dict[int, str] = {}
-    of_blocks: list[BlockLayers] = []
-    following = dict(pairwise([*kept, len(blocks)]))
+    following = dict(pairwise([*(range(len(blocks)) if layers is None else layers), len(blocks)]))
+    units_of = {kind: dict(find_all_units(model, kind)) for kind in keep}
+    readers = Readers({}, [], frozenset(range(len(blocks))) - following.keys(), {})
     for index, (name, block) in enumerate(blocks):
-        linears = linear_layers(block)
-        of_block: dict[str, Asked] = {}
+        linears, asked = linear_layers(block), dict[str, Asked]()
         for kind, share in keep.items() if index in following else ():
-            for units in of_kinds[kind][name]:
+            for units in units_of[kind][name]:
                 assert units.reader is not None  # only experts have none
-                if units.reader in of_block:
+                if units.reader in asked:
                     raise ValueError(
-                        f"{kind} and {of_block[units.reader].units.kind} are both inputs of "
-                        f"'{name}.{units.reader}': remove one of them, then the other"
+                        f"{kind} and {asked[units.reader].units.kind} are both inputs of '{name}.{units.reader}': "
+                        "remove one of them, then the other"
                     )
                 num_kept = num_to_keep(units, share, f"{name}.{units.name}")
-                of_block[units.reader] = Asked(name, units, num_kept, linears[units.reader])
-        if heals and following.get(index, 0) > index + 1 and (last := _last_mlp(block, linears)) is not None:
-            assert last.reader is not None
-            healed[index] = last.reader
-            of_block.setdefault(last.reader, Asked(name, last, last.num_units, linears[last.reader]))
-        asked |= {f"{name}.{reader}": of for reader, of in of_block.items()}
-        of_blocks.append(BlockLayers({reader: of.linear for reader, of in of_block.items()}, {}))
-    return Readers(asked, of_blocks, frozenset(range(len(blocks))) - following.keys(), healed)
+                asked[units.reader] = Asked(name, units, num_kept, linears[units.reader])
+        if heals and following.get(index, 0) > index + 1:
+            last = _last_mlp(block, linears)
+            if last is None or last.reader is None:
+                why = "has no one linear layer that could make up for the layers that go behind it"
+                warnings.warn(f"block {name!r} {why}", stacklevel=3)
+            else:
+                readers.healed[index] = last.reader
+                asked.setdefault(last.reader, Asked(name, last, last.num_units, linears[last.reader]))
+        readers.asked.update((f"{name}.{reader}", of_reader) for reader, of_reader in asked.items())
+        readers.linears.append(BlockLayers({reader: of_reader.linear for reader, of_reader in asked.items()}, {}))
+    return readers
 
 
 def num_to_keep(units: Units, share: int | float, name: str) -> int:
-    """Return how many of ``units`` stay: a number, or a share of them, rounded to as many in each group.
+    """Return how many of ``units`` stay: a number, or a share of them, rounded to as many in each group. Local.
 
     Raises:
         TypeError: ``share`` is no number.
@@ -103,3 +132,41 @@ def _last_mlp(block: nn.Module, linears: Mapping[str, LinearLayer]) -> Units | N
     except NotImplementedError:
         return None
     return found[0] if len(found) == 1 else None
+
+
+def find_norms(comm: Communicator, asked: Collection[Asked], shards: Mapping[str, LocalShard]) -> None:
+    """Set the ``norms`` of each of ``asked``: the sums of squares of all weights that leave with a unit, float64.
+
+    ``shards``: this rank's part of every parameter that is cut, by name, owners settled. Every rank must call it: a
+    round of 8 bytes a unit.
+    """
+    sizes = [one.units.num_units for one in asked]
+    cuts = [
+        (number, cut, shard)
+        for number, one in enumerate(asked)
+        for cut in one.units.cuts
+        if (shard := shards[f"{one.block}.{cut.parameter}"]).owned and shard.local.numel()
+    ]
+
+    def fill(words: torch.Tensor) -> None:
+        parts = torch.split(words, sizes)
+        all_squares = fetched([_squares(shard, cut) for _, cut, shard in cuts])
+        for (number, cut, shard), squares in zip(cuts, all_squares, strict=True):
+            by_place = torch.zeros(shard.shape[cut.dim], dtype=torch.float64, device="cpu")
+            by_place[indices_of(shard.geometry.dim_runs[cut.dim])] = squares
+            parts[number].add_(by_place[cut.index].sum(dim=1))
+
+    norms = sum_together(comm, (sum(sizes),), fill, torch.float64)
+    for one, of_units in zip(asked, torch.split(norms, sizes), strict=True):
+        one.norms = of_units
+
+
+def _squares(shard: LocalShard, cut: Cut) -> torch.Tensor:
+    """Return the sums of squares of this rank's weights by their place along the cut's dim, float64."""
+    local = shard.local
+    if cut.expert is not None:
+        place = expert_place(shard.geometry.dim_runs[0], cut.expert)
+        local = local.new_zeros((1, *local.shape[1:])) if place is None else local.narrow(0, place, 1)
+    by_place = local.movedim(cut.dim, 0).reshape(local.shape[cut.dim], -1)
+    norms: torch.Tensor = torch.linalg.vector_norm(by_place, dim=1, dtype=torch.float64)
+    return norms.square()

@@ -17,51 +17,27 @@ import torch
 from typing_extensions import override
 
 from distprune.calibration.moments import Moments, Needs
-from distprune.models.linear_layers import LinearLayer
-from distprune.models.units import Units
 from distprune.oneshot.rows import Rows, row_parts
 from distprune.oneshot.solver import Choose, Solved, Solver
 from distprune.patterns.base import Pattern
-from distprune.removal.criteria import Criterion, UnitEvidence, damped_cholesky, where_true
+from distprune.removal.criteria import DAMPING, Criterion, UnitEvidence, damped_cholesky, where_true
+from distprune.removal.readers import Asked
 
 Refit = Literal["least_squares", "block", "bias", "none"]  # "block": least squares, then each block as a whole
-DAMPING = 0.1  # of X^T X, of its diagonal
 _NUM_STEPS = 16  # in which units go, by criteria that are rescored
-
-
-@dataclass
-class Asked:
-    """What is asked of one reader: ``num_kept`` of ``units`` of block ``block`` stay.
-
-    ``norms`` (num_units,) and ``gradients`` (out,) are found later, where the criterion needs them.
-    """
-
-    block: str
-    units: Units
-    num_kept: int
-    linear: LinearLayer
-    norms: torch.Tensor | None = None
-    gradients: torch.Tensor | None = None
-
-    @property
-    def features(self) -> torch.Tensor:
-        """(num_units, width): the inputs that each unit owns."""
-        assert self.units.reader_index is not None  # else there is no reader
-        return self.units.reader_index
 
 
 @dataclass(frozen=True)
 class UnitRemover(Solver):
-    """Removes units of the readers ``asked``, by their names in the model, and keeps in mind what it did.
+    """Removes units of the readers ``asked``, of one block, by their names in the model, and keeps in mind what it did.
 
-    ``kept`` are the units that stay, by reader, on its owner alone; ``offsets``, by the linear layer's name in the
-    block, rows of this rank and what their biases gain.
+    By reader ``kept`` are the units that stay, on its owner alone; ``offsets`` rows of this rank, and what their biases
+    gain.
     """
 
     needs: ClassVar[Needs] = "products"
     needs_gram: ClassVar[bool] = True
     asked: Mapping[str, Asked]
-    prefix: str  # the block's name and a dot
     criterion: Criterion
     refit: Refit
     kept: dict[str, list[int]] = field(default_factory=dict)
@@ -84,8 +60,7 @@ class UnitRemover(Solver):
         """Return ``stays`` (in,), bool; ``coefficients`` (gone, kept), by which columns that stay make up for those
         that go; ``lost`` (gone, gone), of which the error is; ``means`` (gone,), what the bias gains. float32.
         """
-        name = f"{self.prefix}{moments.names[0]}"
-        asked = self.asked[name]
+        name, asked = next(item for item in self.asked.items() if item[1].units.reader == moments.names[0])
         evidence = _evidence(name, asked, moments, centered=self.shifts_bias(asked))
         leaving = _lowest_units(asked, evidence, self.criterion)
         self.kept[name] = where_true(~leaving, asked.num_kept).tolist()
@@ -98,7 +73,7 @@ class UnitRemover(Solver):
         between, of_other = a[other[:, None], own], a[other[:, None], other]
         coefficients = torch.zeros_like(between)  # (gone, kept)
         if self.refit in ("block", "least_squares") and len(other):
-            lower = damped_cholesky(a[own[:, None], own], DAMPING, name)
+            lower = damped_cholesky(a[own[:, None], own], name)
             coefficients = torch.cholesky_solve(between.t(), lower).t()
         lost = of_other - coefficients @ between.t()
         lost += lost.t() - of_other + coefficients @ a[own[:, None], own] @ coefficients.t()
@@ -112,19 +87,19 @@ class UnitRemover(Solver):
         fitted, solved = moments.prepared, dict[str, Solved]()
         num_gone, num_kept = fitted["coefficients"].shape
         own, other = where_true(fitted["stays"], num_kept), where_true(~fitted["stays"], num_gone)
-        for name, own_rows in rows.items():
-            error = torch.zeros((), dtype=torch.float64, device=own_rows.weight.device)
+        for name, of_layer in rows.items():
+            error = torch.zeros((), dtype=torch.float64, device=of_layer.weight.device)
             offsets = [fitted["means"][:0]]
-            for (weight,) in row_parts(own_rows.weight):
+            for (weight,) in row_parts(of_layer.weight):
                 gone, before = weight[:, other].float(), weight[:, own]
                 change = (gone @ fitted["coefficients"]).masked_fill_(before == 0, 0)  # what was pruned stays so
                 weight[:, own] = (before + change).to(weight.dtype)
                 weight[:, other] = 0
                 error += (gone @ fitted["lost"]).mul_(gone).sum(dtype=torch.float64)
                 offsets.append(gone @ fitted["means"])
-            if self.shifts_bias(self.asked[own_rows.name]):
-                self.offsets[name] = own_rows, torch.cat(offsets)
-            solved[name] = Solved(fitted["stays"].expand_as(own_rows.weight), DAMPING, error.clamp_(min=0))
+            if self.shifts_bias(self.asked[of_layer.name]):
+                self.offsets[of_layer.name] = of_layer, torch.cat(offsets)
+            solved[name] = Solved(fitted["stays"].expand_as(of_layer.weight), DAMPING, error.clamp_(min=0))
         return solved
 
 
@@ -133,12 +108,17 @@ def _evidence(name: str, asked: Asked, moments: Moments, *, centered: bool) -> U
     assert moments.gram is not None  # both were asked for
     num, means, device = max(moments.num_tokens, 1), moments.mean, moments.mean.device
     mean_squares = moments.squares / num
-    variances = (mean_squares - means.square()).clamp_(min=0)
-    products = moments.products - num * torch.outer(means, means) if centered else moments.products
-    norms = None if asked.norms is None else asked.norms.to(device)
-    features = asked.features.to(device)
-    of_features = means, mean_squares, moments.mean_sizes, variances
-    return UnitEvidence(features, products, moments.gram, *of_features, norms, DAMPING, name)
+    return UnitEvidence(
+        features=asked.features.to(device),
+        products=moments.products - num * torch.outer(means, means) if centered else moments.products,
+        gram=moments.gram,
+        means=means,
+        mean_squares=mean_squares,
+        mean_sizes=moments.mean_sizes,
+        variances=(mean_squares - means.square()).clamp_(min=0),
+        norms=None if asked.norms is None else asked.norms.to(device),
+        name=name,
+    )
 
 
 def _lowest_units(asked: Asked, evidence: UnitEvidence, criterion: Criterion) -> torch.Tensor:
@@ -149,8 +129,8 @@ def _lowest_units(asked: Asked, evidence: UnitEvidence, criterion: Criterion) ->
     """
     units, name, device = asked.units, evidence.name, evidence.alive.device
     num_left = units.num_units - asked.num_kept  # to go
+    num_of_group = num_left // units.num_groups
     num_at_once = math.ceil(num_left / _NUM_STEPS) if criterion.rescored else num_left
-    left = torch.full((units.num_groups, 1), num_left // units.num_groups, dtype=torch.int64, device=device)  # by group
     any_nan = torch.zeros((), dtype=torch.bool, device=device)
     while num_left:
         scores = criterion.scores(evidence)
@@ -158,16 +138,13 @@ def _lowest_units(asked: Asked, evidence: UnitEvidence, criterion: Criterion) ->
             raise ValueError(f"criterion {criterion.name!r} returned no {units.num_units} scores of {name!r}")
         any_nan |= (scores.isnan() & evidence.alive).any()
         scores = scores.clamp(max=torch.finfo(scores.dtype).max).masked_fill(~evidence.alive, torch.inf)
-        in_group = scores.view(units.num_groups, -1).argsort(dim=1, stable=True).argsort(dim=1)
-        may_go = (in_group < left).flatten() & evidence.alive
-        num_going = min(num_at_once, num_left)
+        by_group = scores.view(units.num_groups, -1).argsort(dim=1, stable=True).argsort(dim=1)
+        num_gone = (~evidence.alive).view(units.num_groups, -1).sum(dim=1, keepdim=True)
+        may_go = (by_group < num_of_group - num_gone).flatten() & evidence.alive
         order = torch.argsort(scores, stable=True)
-        going = order[where_true(may_go[order], num_going)]
-        num_left -= num_going
-        gone = torch.zeros_like(evidence.alive)
-        gone[going] = True
-        left -= gone.view(units.num_groups, -1).sum(dim=1, keepdim=True)
-        evidence.take_out(going)
+        going = order[where_true(may_go[order], min(num_at_once, num_left))]
+        num_left -= len(going)
+        evidence.alive[going] = False
         if criterion.rescored and num_left:
             evidence.refit(going)
     if bool(any_nan):

@@ -23,7 +23,8 @@ from distprune.oneshot.solver import Choose, Solved, Solver
 from distprune.oneshot.sparsegpt import SparseGPT
 from distprune.patterns.base import Pattern
 from distprune.removal.criteria import OBS
-from distprune.removal.remover import Asked, UnitRemover
+from distprune.removal.readers import Asked
+from distprune.removal.remover import UnitRemover
 from distprune.scores.base import Elements, Score
 from tests.architectures import samples, tiny_model
 from tests.oneshot.alike import matrices, sharded
@@ -100,7 +101,7 @@ def remover(num_kept: int) -> UnitRemover:
     """Return what removes all but ``num_kept`` of three inputs of ``up``."""
     linear = linear_layers(nn.Sequential(nn.Linear(3, 2, bias=False)))["0"]
     units = Units("mlp", "", 3, 1, (), "up", torch.arange(3)[:, None])
-    return UnitRemover({"up": Asked("", units, num_kept, linear)}, "", OBS(), "least_squares")
+    return UnitRemover({"up": Asked("", units, num_kept, linear)}, OBS(), "least_squares")
 
 
 def moments_of(products: torch.Tensor) -> Moments:
