@@ -20,10 +20,9 @@ from distprune.checkpoint.hub import resolve_model
 from distprune.collectives.communicator import communicator
 from distprune.jobs import FinetuneJob, PruneJob, ShrinkJob, Trained, run_finetune_job, run_shrink_job
 from distprune.jobs.block_files import BlockFiles
-from distprune.jobs.files import JobFiles
 from distprune.jobs.masked_training import MaskedTraining
 from distprune.jobs.options import Job
-from distprune.jobs.run import Run
+from distprune.jobs.run import JobFiles, Run
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.removal.experts import choose_experts
 from distprune.removal.layers import LayerCriterion, order_layers
@@ -73,8 +72,10 @@ def begun(_: int, folder: Path) -> Called:
 
 def reported(_: int, folder: Path) -> Called:
     run = Run(PruneJob(model=str(folder / "model"), output=str(folder / "begun"), sparsity=0.5), None, "cpu", None)
+    run.files = JobFiles(run.comm, folder / "reported", {})
+    run.files.result.mkdir(parents=True, exist_ok=True)
     work = Trained("", 0, 0, 0.0, [], 0, 0, 0, 0, 0)
-    return nn.Module(), lambda: run.report(folder, {}, {}, work)
+    return nn.Module(), lambda: run.report({}, {}, work)
 
 
 def restored(_: int, folder: Path) -> Called:

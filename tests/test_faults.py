@@ -25,7 +25,7 @@ from distprune.checkpoint.stored_parameters import StoredParameters, find_stored
 from distprune.collectives.agree import sum_together, together
 from distprune.collectives.communicator import communicator
 from distprune.jobs import PruneJob, run_prune_job
-from distprune.jobs.files import JobFiles
+from distprune.jobs.run import JobFiles
 from distprune.jobs.streamed import FileWriter
 from distprune.oneshot.prune_blocks import prune_blocks
 from distprune.pruning.agreement import NamedWeights

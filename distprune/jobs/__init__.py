@@ -8,9 +8,8 @@ Call them in one process, or on every rank of an initialized process group.
 
 from distprune.jobs.compare import ComparedOutput, Comparison, compare_outputs
 from distprune.jobs.finetune import FinetuneJob, run_finetune_job
-from distprune.jobs.one_shot import OneShotJob, run_one_shot_job
+from distprune.jobs.one_shot import OneShotJob, PlanJob, PlannedWalk, run_one_shot_job, run_plan_job
 from distprune.jobs.options import BareJob, Job
-from distprune.jobs.plan_walk import PlanJob, PlannedWalk, run_plan_job
 from distprune.jobs.prune import PruneJob, run_prune_job
 from distprune.jobs.report import Evaluation, JobReport, PrunedBlocks, SmallerModel, Trained, Walked, Work
 from distprune.jobs.sample import Sampled, SampleJob, run_sample_job

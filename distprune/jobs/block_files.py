@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ from torch import nn
 from distprune.checkpoint.disk import check_room
 from distprune.checkpoint.hf_save import ModelWriter
 from distprune.collectives.agree import sum_together, together
-from distprune.jobs.files import JobFiles
-from distprune.jobs.run import Run
+from distprune.evaluation import Progress
+from distprune.jobs.run import JobFiles, Run
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.oneshot.report import BlockReport, clock
 
@@ -90,7 +90,7 @@ class BlockFiles:
             self._run.reporter.say(f"going on at block {self.resumed_at} of {self.resumed_at}")
         return [self._files.known(name) for name in self._names.values()]
 
-    def finish(self, progress: Callable[[int, int], None]) -> None:
+    def finish(self, progress: Progress) -> None:
         """Write what is in no block, and what makes a model of the folder. Every rank must call it.
 
         As :meth:`ModelWriter.write`, and a round of 64 bytes.

@@ -1,20 +1,13 @@
-"""How a job that walks through blocks begins: its model, and the windows it is calibrated with."""
+"""What a job that walks through blocks is asked for, and how it begins: its model, and the windows of tokens."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-import torch
 from torch import nn
 from typing_extensions import override
 
 from distprune.calibration.own_words import SELF
-from distprune.checkpoint.hf_load import load_tokenizer
-from distprune.collectives.agree import together
-from distprune.jobs.files import JobFiles
 from distprune.jobs.options import CALIBRATION, METHOD, MOST, RUNNING, Job, ask, asked
-from distprune.jobs.own_words import WindowCounts, Windows, ask_words, counts_of, file_of, load_windows
+from distprune.jobs.own_words import Windows, ask_words, counts_of, load_windows
 from distprune.jobs.run import Run
 from distprune.oneshot.recipe import TargetsOf
 
@@ -59,56 +52,26 @@ class CalibratedJob(Job):
                 f"own_words={self.own_words} (--own-words) is beside a text; with calibration={SELF!r} the model "
                 "writes all windows, and samples (--samples) says how many"
             )
-        if file_of(self.own_words) is None:
-            counts = self.counts(num_text=self.samples or 1)
+        words = self.own_words_or_default()
+        if not isinstance(words, str):
+            counts = counts_of(self.calibration, self.samples, words, num_text=self.samples or 1, num_in_file=None)
             if self.sequence_length < 2 and counts.total > counts.text:
                 raise ValueError(
                     "sequence_length=1 (--sequence-length 1) leaves nothing to write; take windows of a text, and "
                     "own_words=0 (--own-words 0)"
                 )
 
-    def counts(self, num_text: int, num_in_file: int | None = None) -> WindowCounts:
-        """Return how many windows there are of each kind. Local; raises as :func:`counts_of`."""
-        words = self.own_words_or_default()
-        wanted = words if isinstance(words, int) else None
-        return counts_of(self.calibration, self.samples, wanted, num_text=num_text, num_in_file=num_in_file)
-
     def own_words_or_default(self) -> int | str | None:
         """Return what is to stand in ``own_words``; ``None``: as :func:`counts_of` says. Local."""
         return self.own_words
 
-
-@dataclass(frozen=True)
-class Calibrated:
-    """The model of a job, and the windows that are there before it has written any."""
-
-    model: nn.Module
-    windows: Windows
-    tokenizer: Any
-
-    def samples(self, run: Run, job: CalibratedJob, files: JobFiles) -> torch.Tensor:
-        """Return all windows that ``job`` asks for. Every rank must call it: as :meth:`Windows.samples`."""
-        return self.windows.samples(run, self.model, self.tokenizer, job.seed, files)
-
-
-def load_calibrated(run: Run, job: CalibratedJob) -> Calibrated:
-    """Return the model of ``run`` and what is there of the windows that ``job`` asks for, and note what was read.
-
-    Every rank must call it. Communicates and raises as :meth:`Run.load` and :func:`load_windows` do; two rounds of 64
-    bytes more.
-    """
-    with together(run.comm):
-        tokenizer = load_tokenizer(run.directory.path)
-    model = run.load()
-    run.note_weights("model", run.directory)
-    windows = load_windows(
-        run,
-        model,
-        tokenizer,
-        calibration=job.calibration,
-        num_samples=job.samples,
-        words=job.own_words_or_default(),
-        length=job.sequence_length,
-        seed=job.seed,
-    )
-    return Calibrated(model, windows, tokenizer)
+    def windows(self, run: Run, model: nn.Module) -> Windows:
+        """Return what is there of the windows, and note what was read. Every rank: as :func:`load_windows`."""
+        return load_windows(
+            run,
+            model,
+            calibration=self.calibration,
+            num_samples=self.samples,
+            words=self.own_words_or_default(),
+            length=self.sequence_length,
+        )

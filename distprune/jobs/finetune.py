@@ -6,7 +6,6 @@ import math
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,12 +19,11 @@ from distprune.checkpoint.hf_load import load_tokenizer
 from distprune.checkpoint.hub import resolve_model
 from distprune.checkpoint.output_lock import remove_tree
 from distprune.collectives.agree import sum_together, together
-from distprune.jobs.files import STATE, JobFiles, open_files
 from distprune.jobs.masked_training import MaskedTraining
 from distprune.jobs.options import MOST, RUNNING, TRAINING, Job, ask, asked
 from distprune.jobs.own_words import Windows, ask_words, file_of, load_windows
 from distprune.jobs.report import JobReport, Trained
-from distprune.jobs.run import Device, Run
+from distprune.jobs.run import STATE, Device, JobFiles, Run, open_job
 from distprune.jobs.watcher import Watcher
 from distprune.models.find_shards import find_shards
 from distprune.oneshot.report import clock
@@ -108,45 +106,43 @@ def run_finetune_job(
         Exception: what a step raises, out of memory first of all, at once on its rank alone. The others raise when its
             process ends (over NCCL at the group's timeout); the command line ends them within seconds.
     """
-    run = Run(job, group, device, watcher)
-    teacher_directory = _find_teacher(job, run)
-    with run.locked():
+    with open_job(job, group, device, watcher) as run:
+        teacher_directory = _find_teacher(job, run)
         with together(run.comm):
-            tokenizer = load_tokenizer(run.directory.path)
             text = None
             if job.data != SELF:
                 size, length = job.batch_size, job.sequence_length
-                text = Batches(tokenizer, job.data, batch_size=size, length=length, seed=job.seed)
+                text = Batches(run.tokenizer, job.data, batch_size=size, length=length, seed=job.seed)
         model = run.load(dtype=torch.float32, compute_dtype=job.compute_dtype)
         run.note_weights("model", run.directory)
         teacher = None if teacher_directory is None else run.load(teacher_directory, dtype=job.compute_dtype)
-        data = _find_data(job, run, tokenizer, text, model, teacher)
+        data = _find_data(job, run, text, model, teacher)
         training = MaskedTraining(run.comm, model, teacher, job.compute_dtype)
         run.reporter.say(f"{training.num_zeros:,} of {training.num_elements:,} weights are zero, and stay so")
-        with open_files(run, job) as files:
-            batches: Batches | WindowBatches
-            if isinstance(data, Windows):
-                words = data.samples(run, teacher or model, tokenizer, job.seed, files)
-                batches = WindowBatches(words, batch_size=job.batch_size, seed=job.seed)
-            else:
-                batches = data
-            evaluates = bool(job.evaluate_on or job.tasks)
-            before = files.recall(run.evaluation, lambda: run.evaluate(run.load(), "before") if evaluates else {})
-            with clock(run.seconds, "train"):
-                seconds, losses, resumed_at = _train(job, run, training, batches, files)
-            with together(run.comm):
-                shards = training.finish()
-            method = "masked fine-tuning" if training.num_zeros else "fine-tuning"
-            method += "" if job.teacher is None else ", distilled from the dense model"
-            del teacher, training
-            written = run.load()
-            counts = _take_over(run, written, shards)
-            del model, shards
-            after = run.evaluate(written, "after")
-            run.save(written, files.result)
-            num_tokens = len(losses) * job.batch_size * job.sequence_length
-            trained = Trained(method, len(losses), num_tokens, seconds, losses, **counts, resumed_at=resumed_at)
-            return run.report(files.result, before, after, trained)
+        files = run.begin()
+        batches: Batches | WindowBatches
+        if isinstance(data, Windows):
+            words = data.samples(run, teacher or model, files)
+            batches = WindowBatches(words, batch_size=job.batch_size, seed=job.seed)
+        else:
+            batches = data
+        evaluates = bool(job.evaluate_on or job.tasks)
+        before = files.recall(run.evaluation, lambda: run.evaluate(run.load(), "before") if evaluates else {})
+        with clock(run.seconds, "train"):
+            seconds, losses, resumed_at = _train(job, run, training, batches, files)
+        with together(run.comm):
+            shards = training.finish()
+        method = "masked fine-tuning" if training.num_zeros else "fine-tuning"
+        method += "" if job.teacher is None else ", distilled from the dense model"
+        del teacher, training
+        written = run.load()
+        counts = _take_over(run, written, shards)
+        del model, shards
+        after = run.evaluate(written, "after")
+        run.save(written, files.result)
+        num_tokens = len(losses) * job.batch_size * job.sequence_length
+        trained = Trained(method, len(losses), num_tokens, seconds, losses, **counts, resumed_at=resumed_at)
+        return run.report(before, after, trained)
 
 
 def _find_teacher(job: FinetuneJob, run: Run) -> HfDirectory | None:
@@ -164,25 +160,22 @@ def _find_teacher(job: FinetuneJob, run: Run) -> HfDirectory | None:
                 f"and {sizes[1]}): what they predict cannot be compared; name the model that was pruned or made smaller"
             )
         run.inputs.append(path)
-    run.note_sample("teacher", directory)
     run.note_weights("teacher", directory)
     return directory
 
 
 def _find_data(
-    job: FinetuneJob, run: Run, tokenizer: Any, text: Batches | None, model: nn.Module, teacher: nn.Module | None
+    job: FinetuneJob, run: Run, text: Batches | None, model: nn.Module, teacher: nn.Module | None
 ) -> Batches | Windows:
     """Return ``text``, noted, or the windows of a file, or that the teacher is to write. Every rank must call it."""
     if text is None:
         return load_windows(
             run,
             model,
-            tokenizer,
             calibration=SELF,
             num_samples=job.own_words if isinstance(job.own_words, int) else _NUM_WINDOWS,
             words=file_of(job.own_words),
             length=job.sequence_length,
-            seed=job.seed,
         )
     with together(run.comm):
         for reader in (model, teacher or model):

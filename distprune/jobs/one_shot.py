@@ -1,8 +1,10 @@
-"""The one-shot job: load, prune block by block with windows of tokens, write each block as it is done."""
+"""The one-shot job: load, prune block by block with windows of tokens, write each block; and what it would take."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -10,20 +12,20 @@ from torch import nn
 from typing_extensions import override
 
 from distprune.calibration.statistics import EXPERT_MEMORY
+from distprune.checkpoint.hf_load import build_on_meta
 from distprune.collectives.agree import together
+from distprune.formatting import one_line
 from distprune.jobs.block_files import BlockFiles
-from distprune.jobs.calibrated import CalibratedJob, load_calibrated
-from distprune.jobs.files import open_files
-from distprune.jobs.options import METHOD, RUNNING, PruningJob, ask, asked, parse_amount
+from distprune.jobs.calibrated import CalibratedJob
+from distprune.jobs.options import METHOD, PLAN, RUNNING, PruningJob, ask, asked, parse_amount
 from distprune.jobs.report import JobReport, PrunedBlocks
-from distprune.jobs.run import Device, Run
+from distprune.jobs.run import Device, Run, open_job
 from distprune.jobs.watcher import Watcher
 from distprune.models.find_shards import count_parameters
 from distprune.oneshot.allocation import Allocation, allocate
 from distprune.oneshot.estimate import as_line, estimate
 from distprune.oneshot.prune_blocks import prune_blocks
 from distprune.oneshot.recipe import BlockRefit, OneShotMethod, Permute, Recipe, Sequential
-from distprune.oneshot.report import clock
 from distprune.patterns.as_pattern import as_pattern
 
 
@@ -59,7 +61,7 @@ class OneShotJob(PruningJob, CalibratedJob):
     @override
     def check_asked(self) -> None:
         super().check_asked()
-        self.recipe()
+        self.recipe().resolved()
         self.allocation_or_default()
 
     @override
@@ -68,14 +70,13 @@ class OneShotJob(PruningJob, CalibratedJob):
         return 0 if self.own_words is None and self.method != "admm" else self.own_words
 
     def recipe(self) -> Recipe:
-        """Return what decides the result of the walk, resolved. Local; raises as :meth:`Recipe.resolved` does."""
-        own = {option.name: getattr(self, option.name) for option in fields(Recipe)}
-        return Recipe(**own).resolved()
+        """Return what decides the result of the walk, as it is asked for. Local."""
+        return Recipe(**{option.name: getattr(self, option.name) for option in fields(Recipe)})
 
     def memory(self, model: nn.Module, num_windows: int, num_ranks: int) -> dict[str, int]:
         """Return the bytes that pruning ``model`` takes of each rank, see ``oneshot.estimate``. Local."""
         windows = num_windows, self.sequence_length
-        return estimate(model, self.recipe(), *windows, num_ranks, self.batch_tokens, self.expert_memory)
+        return estimate(model, self.recipe().resolved(), *windows, num_ranks, self.batch_tokens, self.expert_memory)
 
     def allocation_or_default(self) -> Allocation:
         """Return how zeros are shared out among linear maps. Local.
@@ -84,17 +85,47 @@ class OneShotJob(PruningJob, CalibratedJob):
             ValueError: shares by gradients were asked for, and the pattern has no one share for all maps.
         """
         pattern = as_pattern(self.pattern, self.sparsity)
-        share = vars(pattern).get("sparsity")
-        if self.allocation == "gradients" and not isinstance(share, float):
+        has_share = isinstance(vars(pattern).get("sparsity"), float)
+        if self.allocation == "gradients" and not has_share:
             raise ValueError(
                 "allocation='gradients' needs a pattern with one share, such as 'unstructured' with a sparsity of 0.6; "
                 f"{pattern!r} leaves nothing to share out"
             )
-        if self.allocation is not None:
-            return self.allocation
         # Wanda and SparseGPT are by default as the papers have them.
-        is_shared_out = isinstance(share, float) and self.method == "admm" and pattern.by_row().is_by_row
-        return "gradients" if is_shared_out else "uniform"
+        is_shared_out = has_share and self.method == "admm" and pattern.by_row().is_by_row
+        return self.allocation or ("gradients" if is_shared_out else "uniform")
+
+
+@asked
+class PlanJob(OneShotJob):
+    """Say what :class:`OneShotJob` would take, from the model's config. Nothing runs, and nothing is written.
+
+    Args:
+        plan: Print how much memory each rank would take, and run nothing.
+        ranks: Plan for so many ranks instead of those that are started.
+    """
+
+    plan: bool = ask(default=True, needs=("calibration", "method"), panel=PLAN)
+    ranks: int | None = ask(default=None, least=1, most=1 << 20, panel=PLAN)
+
+    @override
+    def check(self, *inputs: Path) -> Path:
+        self.check_asked()
+        return Path(self.output)
+
+
+@dataclass(frozen=True)
+class PlannedWalk:
+    """The bytes that each of ``num_ranks`` needs for the job, by term; it walks with ``num_windows``."""
+
+    model: Path
+    num_ranks: int
+    num_windows: int
+    terms: Mapping[str, int]
+
+    @override
+    def __repr__(self) -> str:
+        return one_line(self, f"{self.model.name} on {self.num_ranks} ranks: {as_line(self.terms)}")
 
 
 def run_one_shot_job(
@@ -116,46 +147,39 @@ def run_one_shot_job(
             the model or the text; the message says which.
         FileExistsError: on every rank: an unfinished job is there without ``resume``, or with it a finished one.
     """
-    run = Run(job, group, device, watcher)
-    with run.locked():
-        calibrated = load_calibrated(run, job)
-        model, counts = calibrated.model, calibrated.windows.counts
+    with open_job(job, group, device, watcher) as run:
+        model = run.load()
+        run.note_weights("model", run.directory)
+        windows = job.windows(run, model)
         with together(run.comm):
-            run.reporter.say(as_line(job.memory(model, counts.total, run.comm.size)))
-        with open_files(run, job) as files:
-            samples = calibrated.samples(run, job, files)
-            blocks = BlockFiles(run, files, model, files.result)
-            before = files.recall(run.evaluation, lambda: run.evaluate(model, "before"))
-            shares = files.recall("shares", lambda: _shares(job, run, model, samples))
-            pattern = as_pattern(job.pattern, job.sparsity)
-            pattern = pattern.within("tensor") if pattern.has_scope else pattern  # each linear map by itself
-            run.reporter.begin("pruning block by block")
-            with clock(run.seconds, "prune"):
-                report = prune_blocks(
-                    model,
-                    samples,
-                    method=job.method,
-                    pattern=pattern if shares is None else replace(pattern, sparsity=shares),  # type: ignore[type-var]
-                    group=run.comm,
-                    seed=job.seed,
-                    sequential=job.sequential,
-                    targets=job.targets,
-                    target_share=job.target_share,
-                    refit=job.refit,
-                    permute=job.permute,
-                    offload=job.offload,
-                    batch_tokens=job.batch_tokens,
-                    expert_memory=job.expert_memory,
-                    finished=blocks.finished,
-                    on_block=blocks.on_block,
-                )
-            by: Allocation = "uniform" if shares is None else "gradients"
-            ended = (blocks.reports(), blocks.resumed_at, vars(counts))
-            pruned = PrunedBlocks(report, repr(pattern), *ended, by, count_parameters(model))
-            after = run.evaluate(model, "after")
-            with clock(run.seconds, "save"), run.reporter.stage("saving", "bytes") as progress:
-                blocks.finish(progress)
-            return run.report(files.result, before, after, pruned)
+            run.reporter.say(as_line(job.memory(model, windows.counts.total, run.comm.size)))
+        files = run.begin()
+        samples = windows.samples(run, model, files)
+        blocks = BlockFiles(run, files, model, files.result)
+        before = files.recall(run.evaluation, lambda: run.evaluate(model, "before"))
+        shares = files.recall("shares", lambda: _shares(job, run, model, samples))
+        pattern = as_pattern(job.pattern, job.sparsity)
+        pattern = pattern.within("tensor") if pattern.has_scope else pattern  # each linear map by itself
+        shared_out = pattern if shares is None else replace(pattern, sparsity=shares)  # type: ignore[type-var]
+        with run.stage("prune", "pruning block by block"):
+            report = prune_blocks(
+                model,
+                samples,
+                **vars(replace(job.recipe(), pattern=shared_out, sparsity=None)),
+                group=run.comm,
+                offload=job.offload,
+                batch_tokens=job.batch_tokens,
+                expert_memory=job.expert_memory,
+                finished=blocks.finished,
+                on_block=blocks.on_block,
+            )
+        by: Allocation = "uniform" if shares is None else "gradients"
+        ended = (blocks.reports(), blocks.resumed_at, vars(windows.counts))
+        pruned = PrunedBlocks(report, repr(pattern), *ended, by, count_parameters(model))
+        after = run.evaluate(model, "after")
+        with run.stage("save", "saving", "bytes") as progress:
+            blocks.finish(progress)
+        return run.report(before, after, pruned)
 
 
 def _shares(job: OneShotJob, run: Run, model: nn.Module, samples: torch.Tensor) -> dict[str, float] | None:
@@ -164,10 +188,30 @@ def _shares(job: OneShotJob, run: Run, model: nn.Module, samples: torch.Tensor) 
         return None
     sparsity = vars(as_pattern(job.pattern, job.sparsity))["sparsity"]
     try:
-        with clock(run.seconds, "allocate"), run.reporter.stage("allocating", "batches") as progress:
+        with run.stage("allocate", "allocating", "batches") as progress:
             return allocate(model, samples, sparsity, group=run.comm, batch_tokens=job.batch_tokens, progress=progress)
     except NotImplementedError as error:  # on every rank
         if job.allocation is not None:
             raise
         run.reporter.say(f"all layers have the same sparsity: {error}")
         return None
+
+
+def run_plan_job(
+    job: PlanJob, *, group: dist.ProcessGroup | None = None, device: Device = "cpu", watcher: Watcher | None = None
+) -> PlannedWalk:
+    """Return what the job would take of each rank.
+
+    Every rank of ``group`` (default: the default group, or this process alone) must call it, with the same job.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError, OSError, ImportError: on every rank: a mistake in the job, the
+            model or the text; the message says which.
+    """
+    run = Run(job, group, device, watcher)
+    with together(run.comm):
+        model, _ = build_on_meta(run.directory, job.dtype)
+    num_windows = job.windows(run, model).counts.total
+    with together(run.comm):
+        num_ranks = job.ranks or run.comm.size
+        return PlannedWalk(run.directory.path, num_ranks, num_windows, job.memory(model, num_windows, num_ranks))

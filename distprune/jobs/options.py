@@ -172,17 +172,20 @@ class Job(BareJob):
     )
     resume: bool = ask(default=False, decides=False, panel=RUNNING)
 
-    def check(self) -> None:
-        """Raise what can be known to be wrong before anything is read. Local."""
+    def check(self, *inputs: Path) -> Path:
+        """Return where the output is; raise what can be known to be wrong before anything is read. Local.
+
+        ``inputs``: what is read, beside what the job names.
+        """
         self.check_asked()
         target = Path(self.output)
         is_left = (unfinished_of(target) / RESULT_NAME).exists()
         if self.resume and not self.overwrite and (target / REPORT_NAME).is_file() and not is_left:
             raise FileExistsError(f"nothing is left to resume: {self.output} is finished, it holds a {REPORT_NAME}")
-        check_output(self.output, overwrite=self.overwrite, inputs=self.inputs())
+        return check_output(self.output, overwrite=self.overwrite, inputs=[*self.inputs(), *inputs])
 
     def inputs(self) -> list[str]:
-        """Return the files and directories that are read, which the output must not replace."""
+        """Return the files and directories that the job names and reads: the output must not replace them."""
         files = [name for name, option in options_of(type(self)).items() if option.is_file]
         values = [getattr(self, name) for name in files if name not in ("output", "tasks")]
         paths = [path for value in values for path in (value if isinstance(value, tuple) else [value])]

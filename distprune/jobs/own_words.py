@@ -23,10 +23,8 @@ from distprune.checkpoint.disk import write_whole
 from distprune.checkpoint.hf_directory import new_digest
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.collectives.agree import agree, together
-from distprune.jobs.files import JobFiles
 from distprune.jobs.options import MOST, ask
-from distprune.jobs.run import Run
-from distprune.oneshot.report import clock
+from distprune.jobs.run import JobFiles, Run
 from distprune.version import __version__
 
 OWN_WORDS = 96  # windows beside those of a text, of a method that has them by default
@@ -102,11 +100,7 @@ class Windows:
     prompts: torch.Tensor | None
     own: torch.Tensor | None
 
-    def stand_in(self) -> torch.Tensor:
-        """Return token ids of the shape that the samples will have. Local."""
-        return torch.zeros(self.counts.total, self.length, dtype=torch.int64, device="cpu")
-
-    def samples(self, run: Run, model: nn.Module, tokenizer: Any, seed: int, files: JobFiles) -> torch.Tensor:
+    def samples(self, run: Run, model: nn.Module, files: JobFiles) -> torch.Tensor:
         """Return all windows, (counts.total, length), those of the text and others evenly mixed.
 
         What is missing ``model`` writes, or has written before: it is kept in ``files``. Every rank must call it: what
@@ -122,8 +116,8 @@ class Windows:
             with together(run.comm):
                 own = read_words(path)[0]
         elif own is None and num_own:
-            with clock(run.seconds, "write words"), run.reporter.stage("writing own words", "tokens") as progress:
-                asked = {"tokenizer": tokenizer, "prompts": self.prompts, "seed": seed}
+            with run.stage("write words", "writing own words", "tokens") as progress:
+                asked = {"tokenizer": run.tokenizer, "prompts": self.prompts, "seed": run.job.seed}
                 own = own_words(model, num_own, self.length, **asked, group=run.comm, progress=progress)
             with together(run.comm):
                 if run.comm.rank == 0:
@@ -137,13 +131,11 @@ class Windows:
 def load_windows(
     run: Run,
     model: nn.Module,
-    tokenizer: Any,
     *,
     calibration: str,
     num_samples: int | None,
     words: int | str | None,
     length: int,
-    seed: int,
 ) -> Windows:
     """Return the windows that a job asks for, and note what was read. Every rank must call it: two rounds of 64 bytes.
 
@@ -151,10 +143,11 @@ def load_windows(
         ValueError, OSError: on every rank: as :func:`load_samples` and :func:`read_words`, or too few windows.
     """
     text = prompts = own = None
-    file = TextFile(tokenizer, Path(calibration))
+    seed = run.job.seed
     with together(run.comm):
+        file = TextFile(run.tokenizer, Path(calibration))
         if isinstance(words, str):
-            own = _fitting(words, model, tokenizer, length)
+            own = _fitting(words, model, run.tokenizer, length)
         if calibration != SELF:
             text = file.draw(num_samples, length, seed)
             check_fit(text, model)

@@ -7,10 +7,9 @@ from typing import Literal
 import torch.distributed as dist
 from typing_extensions import override
 
-from distprune.checkpoint.outputs import writing
 from distprune.jobs.options import METHOD, PruningJob, ask, asked
 from distprune.jobs.report import JobReport
-from distprune.jobs.run import Device, Run
+from distprune.jobs.run import Device, open_job
 from distprune.jobs.watcher import Watcher
 from distprune.patterns.as_pattern import as_pattern
 from distprune.patterns.base import Scope
@@ -54,9 +53,8 @@ def run_prune_job(
         ValueError, TypeError, NotImplementedError, OSError, ImportError: on every rank: a mistake in the job,
             the model or the text; the message says which.
     """
-    run = Run(job, group, device, watcher)
-    with writing(job.output, overwrite=job.overwrite, inputs=run.inputs, group=run.comm) as staging:
-        model = run.load()
+    with open_job(job, group, device, watcher) as run:
+        files, model = run.begin(), run.load()
         before = run.evaluate(model, "before")
         run.reporter.begin("pruning")
         pruned = prune_model(
@@ -72,5 +70,5 @@ def run_prune_job(
         )
         run.seconds["prune"] = pruned.seconds
         after = run.evaluate(model, "after")
-        run.save(model, staging)
-        return run.report(staging, before, after, pruned)
+        run.save(model, files.result)
+        return run.report(before, after, pruned)

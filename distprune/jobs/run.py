@@ -1,14 +1,21 @@
-"""What the jobs share: the steps from a model directory to its report, and what is written beside the weights."""
+"""A job under way: what all jobs share, from the model's directory to the report beside the weights that are written.
+
+A job works in a hidden folder beside its output. ``.NAME.unfinished`` holds the *recipe*, what decides the result, the
+*records*, small JSON files of what need not be found out again, and the directory ``model``, which becomes the output
+when everything is in it. A file is written beside its place and renamed, so it is whole or not there: a job that was
+killed goes on with what is recorded. A folder that has a recipe and no ``model`` has had its day: whoever takes the
+lock of the output removes it.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
+import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -17,29 +24,72 @@ import torch.distributed as dist
 from torch import nn
 
 from distprune.calibration.data import token_digest
-from distprune.checkpoint.disk import write_whole
-from distprune.checkpoint.hf_directory import HfDirectory, file_digest, open_together, sample_together
+from distprune.checkpoint.disk import partial_of, write_whole
+from distprune.checkpoint.hf_directory import HfDirectory, file_digest, new_digest, open_together, read_json
 from distprune.checkpoint.hf_load import load_model, load_tokenizer, mesh_of
 from distprune.checkpoint.hf_save import save_model
 from distprune.checkpoint.hub import resolve_model
-from distprune.checkpoint.output_lock import locking
-from distprune.checkpoint.replaceable import check_output
+from distprune.checkpoint.output_lock import RECIPE_NAME, RESULT_NAME, locking, remove_tree, unfinished_of
+from distprune.checkpoint.outputs import check_shared, publish
 from distprune.collectives.agree import agree, together
+from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import communicator
-from distprune.evaluation import perplexities, tokenize_file
+from distprune.evaluation import Progress, perplexities, tokenize_file
 from distprune.jobs.model_card import CARD_NAME, model_card
 from distprune.jobs.options import REPORT_NAME, Job
 from distprune.jobs.picture import PICTURE_NAME, can_draw, picture
 from distprune.jobs.report import Evaluation, JobReport, PrunedBlocks, Trained, Work
 from distprune.jobs.tasks import load_tasks, run_tasks
 from distprune.jobs.watcher import Reporter, Watcher
+from distprune.mistakes import is_expected
 from distprune.oneshot.report import clock, peak_memory
 from distprune.shards.device import as_device
 from distprune.version import __version__
 
 Device: TypeAlias = torch.device | str
+STATE = "training"  # the record that names a saved state
 
+_VERSIONS = {"distprune": str(__version__), "torch": torch.__version__}  # with others other bits may come
+_AT_FAULT = (ValueError, TypeError, NotImplementedError)  # the input is: a job that goes on would get no further
 _W = TypeVar("_W", bound=Work)
+
+
+class JobFiles:
+    """The ``folder`` of an unfinished job; its records are the same on every rank, and the first one writes them.
+
+    ``result``: the directory that becomes the output. ``records``: what is recorded, by name. ``sync``: wait for the
+    disk.
+    """
+
+    def __init__(self, comm: Communicator, folder: Path, records: Mapping[str, Any], *, sync: bool = True) -> None:
+        self.comm, self.folder, self.result, self.sync = comm, folder, folder / RESULT_NAME, sync
+        self.records, self.was_begun = dict(records), bool(records)
+
+    def known(self, name: str) -> Any:
+        """Return what is recorded under ``name``; ``None``: nothing is. Local."""
+        return self.records.get(name)
+
+    def record(self, name: str, value: Any) -> None:
+        """Record ``value``, which JSON carries, under ``name``. Every rank must call it, with the same. Local."""
+        content = json.dumps({"value": value})
+        if self.comm.rank == 0:
+            write_whole(self.folder / f"{name}.json", content.encode(), sync=self.sync)
+        self.records[name] = json.loads(content)["value"]
+
+    def recall(self, name: str, make: Callable[[], Any]) -> Any:
+        """Return what is recorded under ``name``, or what ``make`` returns, which is recorded then.
+
+        What comes back is as JSON carries it: tuples are lists. Every rank must call it, and ``make`` return the same
+        on all: what ``make`` communicates, and a round of 64 bytes.
+
+        Raises:
+            OSError: on every rank: the disk is full or not writable.
+        """
+        if name not in self.records:
+            value = make()
+            with together(self.comm):
+                self.record(name, value)
+        return self.records[name]
 
 
 class Run:
@@ -47,6 +97,8 @@ class Run:
 
     Making it agrees on the job, finds the model, tokenizes the texts to evaluate on and loads the tasks.
     """
+
+    files: JobFiles | None = None  # from :meth:`begin` on
 
     def __init__(self, job: Job, group: dist.ProcessGroup | None, device: Device, watcher: Watcher | None) -> None:
         self.job, self.comm = job, communicator(group)
@@ -57,45 +109,28 @@ class Run:
             self.device = as_device(device)
         agree(self.comm, {**job.flags(), "device": self.device.type})
         path = resolve_model(job.model, group=self.comm, log=self.reporter.say)
-        seen: dict[str, str] = {}
-        self.read: dict[str, object] = {}  # what a job that goes on must read again
-        self._tokens: dict[str, torch.Tensor] = {}
         self.directory = open_together(self.comm, path)
+        self.inputs = [path]  # beside those that the job names
         with together(self.comm):
-            self.read["model files"] = self.directory.fingerprint()
-            if job.evaluate_on or job.tasks:
-                self._tokenizer = load_tokenizer(path)
-            for name in job.evaluate_on:
-                length, most = job.evaluation_length, job.evaluation_tokens
-                ids = tokenize_file(self._tokenizer, name, max_tokens=most, sequence_length=length)
-                self._tokens[name] = ids
-                seen[f"evaluation tokens of {name}"] = token_digest(ids)
+            self.output = job.check(path)
+            self.read: dict[str, object] = {"model files": self.directory.fingerprint()}  # again, when it goes on
+            length, most = job.evaluation_length, job.evaluation_tokens
+            self._texts = {
+                name: tokenize_file(self.tokenizer, name, max_tokens=most, sequence_length=length)
+                for name in job.evaluate_on
+            }
             self._tasks = load_tasks(job.tasks) if job.tasks else None
-            self.inputs: list[str | Path] = [*job.inputs(), path]
-            self.output = check_output(job.output, overwrite=job.overwrite, inputs=self.inputs)
             self._mesh = mesh_of(group, self.comm.size, self.device)
-            told = json.dumps([seen, job.tasks])
-            self.evaluation = f"before-{hashlib.sha256(told.encode()).hexdigest()[:12]}"  # names what is evaluated on
-        agree(self.comm, {**self.read, **seen})
-        self.note_sample("model", self.directory)
+            digests = {f"evaluation tokens of {name}": token_digest(ids) for name, ids in self._texts.items()}
+            digest = new_digest(json.dumps([digests, job.tasks]).encode()).hexdigest()
+            self.evaluation = f"before-{digest[:12]}"  # the record of what is evaluated before
+        agree(self.comm, digests)
         self._started = time.perf_counter()
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the lock of the output. Every rank must enter it: two rounds of 64 bytes.
-
-        Raises:
-            OSError, ValueError: on every rank: another job holds it, or has filled the output since the first look.
-        """
-        with locking(self.comm, self.output):
-            with together(self.comm):
-                if self.comm.rank == 0:
-                    self.job.check()
-            yield
-
-    def note_sample(self, what: str, directory: HfDirectory) -> None:
-        """Note bytes from all over the weight files of a ``directory``. Every rank: as :func:`sample_together`."""
-        self.read[f"{what} weights"] = sample_together(self.comm, directory)
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the model. Local; raises as :func:`load_tokenizer`."""
+        return load_tokenizer(self.directory.path)
 
     def note_weights(self, what: str, directory: HfDirectory) -> None:
         """Note all bytes of the weight files of a ``directory``, which a job that goes on must find again.
@@ -106,18 +141,79 @@ class Run:
             OSError: on every rank: one cannot be read.
         """
         digests = [file_digest(self.comm, file.path) for file in directory.weight_files]
-        self.read[f"{what} weights as read"] = " ".join(digests)
+        self.read[f"{what} weights"] = " ".join(digests)
 
-    def load(self, directory: HfDirectory | None = None, **dtypes: torch.dtype | None) -> nn.Module:
+    def begin(self, *, sync: bool = True) -> JobFiles:
+        """Return the folder of the job: a new one or, with ``resume``, the one that is there.
+
+        A resumed job must have the options that decide the result, have read the same files and be run by the same
+        versions; on how many ranks is no matter. Every rank must call it: five rounds.
+
+        Raises:
+            FileExistsError: on every rank: an unfinished job is there, and ``resume`` is off.
+            ValueError: on every rank: the folder is another job's, or a record in it is damaged.
+        """
+        comm, folder, resume = self.comm, unfinished_of(self.output), self.job.resume
+        with together(comm):
+            recipe = json.loads(json.dumps({**self.job.flags(deciding=True), **_VERSIONS, **self.read}))
+            there = _read_records(folder) if comm.rank == 0 else []
+        before, records = comm.broadcast(there)
+        with together(comm):
+            if records:
+                _check_same(folder, before, recipe, resume)
+            elif comm.rank == 0:
+                _make_folder(folder, recipe)
+        if resume and not records:
+            self.reporter.say("nothing was recorded yet: starting at the beginning")
+        with together(comm):
+            check_shared(folder / RESULT_NAME)
+        self.files = JobFiles(comm, folder, records, sync=sync)
+        return self.files
+
+    def keep_or_remove(self, error: BaseException) -> None:
+        """Keep the folder after an ``error`` if anything is recorded in it; else remove it. Local.
+
+        After a mistake in the input that is found at the first start only the state of a training is kept.
+        """
+        files = self.files
+        if files is None:
+            return
+        is_input = isinstance(error, _AT_FAULT) and is_expected(error) and not files.was_begun
+        if files.known(STATE) is not None if is_input else files.records:
+            if "resume=" not in str(error):
+                self.reporter.say(f"what is done is kept in {files.folder}; resume=True (--resume) goes on with it")
+        elif isinstance(error, Exception) and self.comm.rank == 0:
+            remove_tree(files.folder)
+
+    @contextmanager
+    def stage(self, key: str, name: str, unit: str = "") -> Iterator[Progress]:
+        """Time a stage, and yield what tells how far it is in its ``unit``, if it has one. Every rank must enter it."""
+        with clock(self.seconds, key):
+            if unit:
+                with self.reporter.stage(name, unit) as progress:
+                    yield progress
+            else:
+                self.reporter.begin(name)
+                yield None
+
+    def load(
+        self,
+        directory: HfDirectory | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        compute_dtype: torch.dtype | None = None,
+    ) -> nn.Module:
         """Return the model: whole on one rank, sharded by FSDP2 over several.
 
-        Or that of another ``directory``, in other ``dtypes``, which are those of :func:`load_model`.
+        Or that of another ``directory``; in another ``dtype`` than is written, and with ``compute_dtype``, which are
+        those of :func:`load_model`.
         """
-        with clock(self.seconds, "load"), self.reporter.stage("loading", "bytes") as progress:
+        with self.stage("load", "loading", "bytes") as progress:
             return load_model(
                 directory or self.directory,
                 mesh=self._mesh,
-                **{"dtype": self.job.dtype, **dtypes},
+                dtype=dtype or self.job.dtype,
+                compute_dtype=compute_dtype,
                 device=self.device,
                 group=self.comm,
                 progress=progress,
@@ -125,30 +221,29 @@ class Run:
 
     def save(self, model: nn.Module, folder: Path, *, layers: Sequence[int] | None = None) -> None:
         """Write ``model`` into ``folder``, as :func:`save_model` does. Every rank must call it."""
-        with clock(self.seconds, "save"), self.reporter.stage("saving", "bytes") as progress:
+        with self.stage("save", "saving", "bytes") as progress:
             save_model(model, self.directory, folder, layers=layers, group=self.comm, progress=progress)
 
     def evaluate(self, model: nn.Module, when: str) -> dict[str, Any]:
         """Return the perplexity on each text to evaluate on, and the metrics of each task, as a record has them."""
         of_texts: dict[str, float] = {}
         of_tasks: dict[str, dict[str, float]] = {}
-        texts, length = [*self._tokens.values()], self.job.evaluation_length
+        texts, length = [*self._texts.values()], self.job.evaluation_length
         if texts:
-            where = Path(next(iter(self._tokens))).name if len(texts) == 1 else f"{len(texts)} texts"
-            stage = f"evaluating {when} on {where}"
-            with clock(self.seconds, "evaluate"), self.reporter.stage(stage, "windows") as progress:
-                found = perplexities(model, texts, sequence_length=length, group=self.comm, progress=progress)
-            of_texts = dict(zip(self._tokens, found, strict=True))
+            where = Path(next(iter(self._texts))).name if len(texts) == 1 else f"{len(texts)} texts"
+            with self.stage("evaluate", f"evaluating {when} on {where}", "windows") as progress:
+                values = perplexities(model, texts, sequence_length=length, group=self.comm, progress=progress)
+            of_texts = dict(zip(self._texts, values, strict=True))
         if self._tasks is not None:
-            with clock(self.seconds, "tasks"), self.reporter.stage(f"tasks {when}", "requests") as progress:
-                of_tasks = run_tasks(self._tasks, model, self._tokenizer, self.comm, progress)
+            with self.stage("tasks", f"tasks {when}", "requests") as progress:
+                of_tasks = run_tasks(self._tasks, model, self.tokenizer, self.comm, progress)
         return {"perplexity": of_texts, "tasks": of_tasks}
 
-    def report(self, folder: Path, before: dict[str, Any], after: dict[str, Any], work: _W) -> JobReport[_W]:
+    def report(self, before: dict[str, Any], after: dict[str, Any], work: _W) -> JobReport[_W]:
         """Return the report of a job that has done its ``work``; ``before``, ``after``: of :meth:`evaluate`.
 
-        The first rank writes it, its model card and its picture into ``folder``. Every rank must call it: one round of
-        64 bytes, and one of 8 bytes a rank, with CUDA two.
+        The first rank writes it, its model card and its picture beside the weights. Every rank must call it: one round
+        of 64 bytes, and one of 8 bytes a rank, with CUDA two.
 
         Raises:
             OSError: on every rank: the disk is full or not writable.
@@ -159,12 +254,10 @@ class Run:
         memory, has_device = peak_memory(self.comm), self.device.type == "cuda"
         device_memory = peak_memory(self.comm, on_device) if has_device else ()
         with together(self.comm):
-            versions = {"distprune": str(__version__), "torch": torch.__version__}
-            versions["python"] = platform.python_version()
             report = JobReport(
                 job=self.job,
                 model=self.directory.path,
-                versions=versions,
+                versions={**_VERSIONS, "python": platform.python_version()},
                 num_ranks=self.comm.size,
                 device=self.device.type,
                 before=Evaluation(**before),
@@ -174,7 +267,8 @@ class Run:
                 peak_memory=memory,
                 peak_device_memory=device_memory,
             )
-            if self.comm.rank == 0:
+            if self.comm.rank == 0 and self.files is not None:
+                folder = self.files.result
                 write_report(report.to_dict(), folder)
                 self._write(folder / CARD_NAME, lambda: model_card(report), "left as it was")
                 if isinstance(work, PrunedBlocks | Trained) and can_draw(self.reporter.say):
@@ -190,6 +284,65 @@ class Run:
             self.reporter.say(f"{path.name} is {otherwise}: {type(error).__name__}: {error}")
             return
         write_whole(path, content, sync=False)
+
+
+@contextmanager
+def open_job(job: Job, group: dist.ProcessGroup | None, device: Device, watcher: Watcher | None) -> Iterator[Run]:
+    """Yield the job under way, with the lock of its output; when the body ends, what it has written is the output.
+
+    Every rank must enter it, and call :meth:`Run.begin` in the body. If the body raises, see
+    :meth:`Run.keep_or_remove`. Two rounds of 64 bytes, and those of :class:`Run` and :func:`publish`.
+
+    Raises:
+        OSError, ValueError: on every rank: another job holds the lock, or has filled the output since the first look;
+            or as :func:`publish` raises.
+    """
+    run = Run(job, group, device, watcher)
+    comm = run.comm
+
+    def check() -> Path:
+        return job.check(*run.inputs)
+
+    with locking(comm, run.output):
+        with together(comm):
+            if comm.rank == 0:
+                check()
+        try:
+            yield run
+        except BaseException as error:  # also Ctrl-C and SIGTERM
+            run.keep_or_remove(error)
+            raise
+        assert run.files is not None
+        publish(comm, run.files.result, run.output, check, sync_files=run.files.sync)
+
+
+def _read_records(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the recipe, and all records by their names. Local."""
+    records: dict[str, Any] = {path.stem: read_json(path).get("value") for path in sorted(folder.glob("*.json"))}
+    return records.pop(Path(RECIPE_NAME).stem, {}), records
+
+
+def _make_folder(folder: Path, recipe: Mapping[str, Any]) -> None:
+    """Make the folder with its recipe, which comes last. Local; for one rank."""
+    if (folder / RECIPE_NAME).exists():  # killed before anything was recorded
+        remove_tree(folder)
+    remove_tree(partial_of(folder / RECIPE_NAME))
+    for left in (folder / RESULT_NAME, folder):  # killed before there was a recipe: nothing is in it
+        with suppress(OSError):
+            left.rmdir()
+    if os.path.lexists(folder):
+        raise FileExistsError(f"{folder} holds more than a job has written; move it away")
+    (folder / RESULT_NAME).mkdir(parents=True)
+    write_whole(folder / RECIPE_NAME, json.dumps({"value": recipe}).encode())
+
+
+def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], resume: bool) -> None:
+    if not resume:
+        raise FileExistsError(f"{folder} is an unfinished job; pass resume=True to go on with it, or remove it")
+    different = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
+    if different:
+        shown = "; ".join(f"{key}: {before.get(key)!r} then, {now.get(key)!r} now" for key in different)
+        raise ValueError(f"{folder} cannot be resumed, the job was another: {shown}; ask for the same, or remove it")
 
 
 def write_report(report: Mapping[str, Any], folder: Path) -> None:

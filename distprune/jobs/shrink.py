@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 
@@ -13,18 +12,16 @@ from typing_extensions import override
 
 from distprune.collectives.agree import together
 from distprune.jobs.block_files import BlockFiles
-from distprune.jobs.calibrated import CalibratedJob, load_calibrated
-from distprune.jobs.files import open_files
+from distprune.jobs.calibrated import CalibratedJob
 from distprune.jobs.options import METHOD, SIZES, ask, asked, parse_amount, parse_size
 from distprune.jobs.report import JobReport, SmallerModel
-from distprune.jobs.run import Device, Run
+from distprune.jobs.run import Device, open_job
 from distprune.jobs.watcher import Watcher
 from distprune.models.decoder_blocks import decoder_blocks
-from distprune.oneshot.report import clock
 from distprune.removal.choose_units import resolved_refit
 from distprune.removal.criteria import CriterionName
 from distprune.removal.experts import ExpertCriterion
-from distprune.removal.layers import LayerCriterion, Progress
+from distprune.removal.layers import LayerCriterion
 from distprune.removal.remover import Refit
 from distprune.removal.shrink_model import ShrinkHooks, shrink_model
 from distprune.removal.sizes import Sizes
@@ -76,18 +73,6 @@ class ShrinkJob(CalibratedJob):
         resolved_refit(self.refit, self.targets, self.target_share)
 
 
-@contextmanager
-def _stage(run: Run, key: str, name: str, unit: str) -> Iterator[Progress]:
-    """Time a stage, and tell how far it is in its ``unit``, if it has one."""
-    with clock(run.seconds, key):
-        if not unit:
-            run.reporter.begin(name)
-            yield None
-            return
-        with run.reporter.stage(name, unit) as progress:
-            yield progress
-
-
 def run_shrink_job(
     job: ShrinkJob, *, group: dist.ProcessGroup | None = None, device: Device = "cpu", watcher: Watcher | None = None
 ) -> JobReport[SmallerModel]:
@@ -105,50 +90,50 @@ def run_shrink_job(
             the model or the text, or sizes that the model cannot have; the message says which.
         FileExistsError: on every rank: an unfinished job is there without ``resume``, or with it a finished one.
     """
-    run = Run(job, group, device, watcher)
-    with run.locked():
-        calibrated = load_calibrated(run, job)
-        model, counts = calibrated.model, calibrated.windows.counts
+    with open_job(job, group, device, watcher) as run:
+        model = run.load()
+        run.note_weights("model", run.directory)
+        windows = job.windows(run, model)
         with together(run.comm):
             job.sizes.check(model)
             num_layers_before = len(decoder_blocks(model))
-        with open_files(run, job) as files:
-            samples = calibrated.samples(run, job, files)
-            before = files.recall(run.evaluation, partial(run.evaluate, model, "before"))
-            blocks: list[BlockFiles] = []
+        files = run.begin()
+        samples = windows.samples(run, model, files)
+        before = files.recall(run.evaluation, partial(run.evaluate, model, "before"))
+        walks: list[BlockFiles] = []
 
-            def begin_walk(model: nn.Module, layers: Sequence[int]) -> BlockFiles:
-                blocks.append(BlockFiles(run, files, model, files.folder / "blocks", layers))
-                return blocks[0]
+        def begin_walk(model: nn.Module, layers: Sequence[int]) -> BlockFiles:
+            walks.append(BlockFiles(run, files, model, files.folder / "blocks", layers))
+            return walks[0]
 
-            shrunk = shrink_model(
-                model,
-                samples,
-                **vars(job.sizes),
-                criterion=job.criterion,
-                layer_criterion=job.layer_criterion,
-                expert_criterion=job.expert_criterion,
-                targets=job.targets,
-                target_share=job.target_share,
-                refit=job.refit,
-                group=run.comm,
-                offload=job.offload,
-                batch_tokens=job.batch_tokens,
-                job=ShrinkHooks(files.recall, run.reporter.say, partial(_stage, run), begin_walk),
-            )
-            after = run.evaluate(model, "after")
-            run.save(model, files.result, layers=shrunk.layers if len(shrunk.layers) < num_layers_before else None)
-            division = shrunk.division
-            work = SmallerModel(
-                walk=shrunk.report,
-                pattern=str(division.sizes if division else job.sizes),
-                blocks=blocks[0].reports(),
-                resumed_at=blocks[0].resumed_at,
-                windows=vars(counts),
-                trials=[vars(trial) for trial in division.trials] if division and division.trials else None,
-                layers=shrunk.layers,
-                num_layers_before=num_layers_before,
-                num_parameters_before=shrunk.num_parameters_before,
-                num_parameters=shrunk.num_parameters,
-            )
-            return run.report(files.result, before, after, work)
+        shrunk = shrink_model(
+            model,
+            samples,
+            **vars(job.sizes),
+            criterion=job.criterion,
+            layer_criterion=job.layer_criterion,
+            expert_criterion=job.expert_criterion,
+            targets=job.targets,
+            target_share=job.target_share,
+            refit=job.refit,
+            group=run.comm,
+            offload=job.offload,
+            batch_tokens=job.batch_tokens,
+            job=ShrinkHooks(files.recall, run.reporter.say, run.stage, begin_walk),
+        )
+        after = run.evaluate(model, "after")
+        run.save(model, files.result, layers=shrunk.layers if len(shrunk.layers) < num_layers_before else None)
+        division = shrunk.division
+        work = SmallerModel(
+            walk=shrunk.report,
+            pattern=str(division.sizes if division else job.sizes),
+            blocks=walks[0].reports(),
+            resumed_at=walks[0].resumed_at,
+            windows=vars(windows.counts),
+            trials=[vars(trial) for trial in division.trials] if division and division.trials else None,
+            layers=shrunk.layers,
+            num_layers_before=num_layers_before,
+            num_parameters_before=shrunk.num_parameters_before,
+            num_parameters=shrunk.num_parameters,
+        )
+        return run.report(before, after, work)

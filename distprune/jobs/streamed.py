@@ -24,6 +24,7 @@ from distprune.checkpoint.hf_directory import (
     WeightFile,
     read_json,
     read_weight_file,
+    sample_together,
 )
 from distprune.checkpoint.naming import different_values
 from distprune.checkpoint.output_files import begin_file, planned, write_small_files
@@ -32,11 +33,10 @@ from distprune.checkpoint.stored_parameters import StoredParameters, find_stored
 from distprune.checkpoint.stored_slices import chunks_of, write_chunk
 from distprune.collectives.agree import sum_together, together
 from distprune.collectives.slow import work_together
-from distprune.jobs.files import JobFiles, open_files
 from distprune.jobs.options import FILES, METHOD, ask, asked
 from distprune.jobs.prune import PruneJob
 from distprune.jobs.report import JobReport
-from distprune.jobs.run import Run
+from distprune.jobs.run import JobFiles, Run, open_job
 from distprune.jobs.watcher import Watcher
 from distprune.oneshot.report import clock
 from distprune.pruning.agreement import NamedWeights
@@ -98,8 +98,8 @@ def run_streamed_job(
             the model; the message says which.
         FileExistsError: on every rank: an unfinished job is there without ``resume``, or with it a finished one.
     """
-    run = Run(job, group, "cpu", watcher)
-    with run.locked(), ExitStack() as opened:
+    with open_job(job, group, "cpu", watcher) as run, ExitStack() as opened:
+        run.read["model weights"] = sample_together(run.comm, run.directory)  # as load_model looks at them
         with together(run.comm):
             tensors = opened.enter_context(mapped_tensors(run.directory.weight_files))
             stored = find_stored(run.directory, job.include, job.exclude)
@@ -107,14 +107,14 @@ def run_streamed_job(
             if stored.by_names:
                 kind = read_json(run.directory.path / CONFIG_NAME).get("model_type")
                 run.reporter.say(f"transformers has no model of type {kind!r} for these tensors: their names decide")
-        with open_files(run, job, sync=job.sync_files) as files:
-            run.reporter.say("choosing what is pruned")
-            with clock(run.seconds, "choose"):
-                asked = (job.sparsity, job.method, job.pattern, job.scope, job.seed)
-                pruning = StreamedPruning(run.comm, Request(NamedWeights(stored.found), *asked), values)
-            with clock(run.seconds, "write"):
-                counts = _write(run, files, FileWriter(files, run.directory, stored, pruning, tensors))
-            return run.report(files.result, {}, {}, pruning.report([counts[name] for name in pruning.names]))
+        files = run.begin(sync=job.sync_files)
+        run.reporter.say("choosing what is pruned")
+        with clock(run.seconds, "choose"):
+            asked = (job.sparsity, job.method, job.pattern, job.scope, job.seed)
+            pruning = StreamedPruning(run.comm, Request(NamedWeights(stored.found), *asked), values)
+        with clock(run.seconds, "write"):
+            counts = _write(run, files, FileWriter(files, run.directory, stored, pruning, tensors))
+        return run.report({}, {}, pruning.report([counts[name] for name in pruning.names]))
 
 
 def _write(run: Run, files: JobFiles, writer: FileWriter) -> dict[str, list[int]]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import pytest
 
 from distprune.jobs import PruneJob, StreamedJob, run_prune_job, run_streamed_job
-from distprune.jobs.files import JobFiles
+from distprune.jobs.run import JobFiles
 from tests.hf_models import TEXT, make_model, make_tokenizer
 from tests.started import be_rank, by_hand
 from tests.worlds import CONTEXT

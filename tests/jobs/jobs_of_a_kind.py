@@ -24,7 +24,7 @@ from distprune.jobs import (
     run_shrink_job,
     run_streamed_job,
 )
-from distprune.jobs.files import JobFiles
+from distprune.jobs.run import JobFiles
 from tests.small_job import small_finetune_job, small_job, small_shrink_job
 
 __all__ = ["KINDS", "RESUMABLE", "Killed", "files", "job_of", "left", "run", "run_on_rank"]

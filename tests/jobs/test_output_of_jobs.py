@@ -17,7 +17,7 @@ from distprune.checkpoint import hf_directory
 from distprune.checkpoint.output_lock import locking
 from distprune.checkpoint.outputs import publish
 from distprune.collectives.communicator import Alone
-from distprune.jobs import PruneJob, SampleJob, Watcher, files as job_files, run_sample_job
+from distprune.jobs import PruneJob, SampleJob, Watcher, run as job_run, run_sample_job
 from tests.jobs.jobs_of_a_kind import KINDS, RESUMABLE, Killed, files, left, run, run_on_rank
 from tests.jobs.test_prune import Heard
 from tests.sampling import only_whole
@@ -91,12 +91,10 @@ def test_an_output_that_another_job_has_filled_is_seen_before_the_work(
     job = make(kind)
     output = Path(job.output)
 
-    def filled(*_: object) -> str:
-        if not output.exists():
-            shutil.copytree(job.model, output)
-        return ""
+    def filled(*_: object) -> None:
+        shutil.copytree(job.model, output)
 
-    monkeypatch.setattr("distprune.jobs.run.sample_together", filled)
+    monkeypatch.setattr("distprune.jobs.run.mesh_of", filled)
     monkeypatch.setattr("distprune.jobs.run.load_model", lambda *_, **__: pytest.fail("loaded"))
     monkeypatch.setattr("distprune.jobs.streamed.StreamedPruning", lambda *_, **__: pytest.fail("chosen"))
     with pytest.raises(FileExistsError, match="is not empty; name another or pass overwrite=True"):
@@ -149,7 +147,7 @@ def test_killed_when_its_output_is_there_nothing_is_in_the_way(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(job_files, "publish", die)
+        patch.setattr(job_run, "publish", die)
         with pytest.raises(Killed):
             run(job)
     again = PruneJob(model=job.model, output=job.output, sparsity=0.75, overwrite=True)
@@ -226,7 +224,7 @@ def test_a_model_that_is_another_one(make: Callable[[str], Any], kind: str, monk
     again = dataclasses.replace(job, resume=True)
     if kind != "streamed":
         before = files(left(job))
-        with pytest.raises(ValueError, match=r"the job was another: .* weights as read: "):
+        with pytest.raises(ValueError, match=r"the job was another: .* weights: "):
             run(again)
         assert files(left(job)) == before
         return
@@ -241,7 +239,7 @@ def test_another_version_does_not_go_on(make: Callable[[str], Any], kind: str, m
     job = make(kind)
     kill(job)
     before = files(left(job))
-    monkeypatch.setitem(job_files._VERSIONS, "distprune", "9.9.9")
+    monkeypatch.setitem(job_run._VERSIONS, "distprune", "9.9.9")
     with pytest.raises(ValueError, match=r"the job was another: distprune: '.*' then, '9\.9\.9' now"):
         run(dataclasses.replace(job, resume=True))
     assert files(left(job)) == before

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from distprune.jobs import (
     run_sample_job,
     run_shrink_job,
 )
-from distprune.jobs.own_words import WindowCounts, about_tokenizer, mixed, read_words, words_content
+from distprune.jobs.own_words import WindowCounts, about_tokenizer, counts_of, mixed, read_words, words_content
 from tests.jobs.jobs_of_a_kind import left, run_on_rank
 from tests.jobs.test_prune import contents
 from tests.worlds import ProcessPool
@@ -47,15 +48,15 @@ def job(job: OneShotJob) -> OneShotJob:
     ("method", "num_own"), [("admm", 96), ("sparsegpt", 0), ("wanda", 0), ("magnitude", 0), ("random", 0)]
 )
 def test_how_many_windows_of_each_kind(job: OneShotJob, method: Any, num_own: int) -> None:
-    alone = dataclasses.replace(job, method=method)
-    job = dataclasses.replace(alone, calibration="text.txt")
-    assert job.counts(4) == WindowCounts(4, num_own // 3, num_own - num_own // 3)
-    assert dataclasses.replace(job, own_words=9).counts(4) == WindowCounts(4, 3, 6)
-    assert dataclasses.replace(job, own_words="words").counts(4, 7) == WindowCounts(4, own=7)
-    assert alone.counts(0) == WindowCounts(own=3)
-    assert dataclasses.replace(alone, own_words="words").counts(0, 7) == WindowCounts(own=7)
+    wanted: Any = dataclasses.replace(job, method=method, calibration="text.txt").own_words_or_default()
+    of_text = partial(counts_of, "text.txt", num_text=4, num_in_file=None)
+    assert of_text(4, wanted) == WindowCounts(4, num_own // 3, num_own - num_own // 3)
+    assert of_text(4, 9) == WindowCounts(4, 3, 6)
+    assert counts_of("text.txt", 4, None, num_text=4, num_in_file=7) == WindowCounts(4, own=7)
+    assert counts_of("self", 3, wanted, num_text=0, num_in_file=None) == WindowCounts(own=3)
+    assert counts_of("self", 3, None, num_text=0, num_in_file=7) == WindowCounts(own=7)
     with pytest.raises(ValueError, match="say how many"):
-        dataclasses.replace(alone, samples=None).counts(0)
+        run_one_shot_job(dataclasses.replace(job, method=method, samples=None))
 
 
 def test_kinds_are_evenly_mixed() -> None:
