@@ -23,7 +23,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from distprune.cli.launch import use_huge_pages
 from distprune.models.decoder_blocks import decoder_blocks
 
 __all__ = [
@@ -102,7 +101,7 @@ def on_ranks(num_ranks: int, fn: Callable[..., Any], *args: Any, fresh: bool = T
 def _rank(pipe: Any, rank: int, num_ranks: int, store: str, fn: Callable[..., Any], args: Sequence[Any]) -> None:
     torch.set_num_threads(1)
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    use_huge_pages()  # as the command line does
+    os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # huge pages, as the command line asks for
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     cores = sorted(os.sched_getaffinity(0))
     if num_ranks <= len(cores):

@@ -11,12 +11,12 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "distprune"
 # By folder, "." the files beside them: the most lines of code that it may have, and the goal.
 LINES = {
-    ".": (417, 320),
+    ".": (416, 320),
     "calibration": (1900, 1350),
     "checkpoint": (1523, 1180),
-    "cli": (628, 410),
+    "cli": (583, 410),
     "collectives": (675, 640),
-    "jobs": (2105, 1280),
+    "jobs": (2097, 1280),
     "kernels": (814, 800),
     "masks": (487, 470),
     "models": (898, 690),

@@ -6,6 +6,7 @@ that were started by hand wait for the group's timeout.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -69,8 +70,8 @@ def start_ranks(device: str, timeout_seconds: float) -> torch.device:
         _end_on_signals()
         if on_gpu:
             torch.cuda.set_device(chosen)
-        else:
-            use_huge_pages()
+        else:  # torch then asks for huge pages for tensors of 2 MiB and more
+            os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         try:
             backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
@@ -146,14 +147,6 @@ def _ask_mpi(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
 
 
-def use_huge_pages() -> None:
-    """Have PyTorch ask Linux for huge pages for CPU tensors of 2 MiB and more, unless the user has chosen.
-
-    To be called before the first tensor is made: that is when PyTorch reads its variable.
-    """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
-
 def _end_on_signals() -> None:
     """End the process some time after a signal, even if it waits for another rank, where no Python code runs."""
     heard, told = socket.socketpair()
@@ -194,3 +187,11 @@ def end(code: int) -> NoReturn:
             mpi.COMM_WORLD.Abort(code)
         mpi.Finalize()
     os._exit(code)
+
+
+def tell_torchrun(text: str) -> None:
+    """Let torchrun repeat why this rank ends in its own report, the last thing it prints."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        message = {"message": {"message": text.strip(), "extraInfo": {"timestamp": str(int(time.time()))}}}
+        with suppress(OSError), open(path, "w") as file:
+            json.dump(message, file)

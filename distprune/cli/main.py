@@ -20,11 +20,8 @@ import typer
 from distprune import jobs
 from distprune.checkpoint.inspect import inspect_directory
 from distprune.cli.commands import JobCommand, add_command, as_epilog
-from distprune.cli.display import Display
-from distprune.cli.ending import ignore_write_errors, open_standard_streams, tell_torchrun
-from distprune.cli.launch import end, finish_ranks, likely_rank, start_ranks, torch_variables
-from distprune.cli.out_of_memory import memory_line
-from distprune.cli.summary import summary
+from distprune.cli.launch import end, finish_ranks, likely_rank, start_ranks, tell_torchrun, torch_variables
+from distprune.cli.show import Display, ignore_write_errors, open_standard_streams, summary
 from distprune.cli.usage import UsageError, usage_text
 from distprune.collectives.base import as_told, cannot_meet, has_lost_ranks
 from distprune.formatting import printable
@@ -47,6 +44,14 @@ _RUN: dict[type[jobs.BareJob], Callable[..., Any]] = {
     jobs.FinetuneJob: jobs.run_finetune_job,
     jobs.ShrinkJob: jobs.run_shrink_job,
     jobs.SampleJob: jobs.run_sample_job,
+}
+# What takes less memory once the weights are loaded, by the field of a job.
+_WAYS = {
+    "offload": "--offload",
+    "samples": "fewer --samples",
+    "batch_size": "a smaller --batch-size",
+    "sequence_length": "a smaller --sequence-length",
+    "expert_memory": "less --expert-memory of a mixture",
 }
 _GRACE = 2.0  # seconds in which the first rank speaks and the launcher ends the others
 _LOST = re.compile("Connection (closed|reset) by peer|Broken pipe")  # as gloo says it, also in FSDP2's collectives
@@ -124,7 +129,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print all as JSON instead.")] = False,
 ) -> None:
     """Show how sparse the model in DIRECTORY is, by kinds of tensors, and which N:M patterns hold."""
-    with Display(visible=True) as display:
+    with contextlib.closing(Display(visible=True)) as display:
         report = inspect_directory(directory, progress=partial(display.progress, "reading", "bytes"))
     if as_json:
         sys.stdout.write(json.dumps(report.to_dict(), indent=2) + "\n")
@@ -145,7 +150,7 @@ def compare(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the picture.")] = False,
 ) -> None:
     """Show outputs of jobs side by side: sparsity, parameters, perplexity by text, seconds and method."""
-    with Display(visible=True) as display:
+    with contextlib.closing(Display(visible=True)) as display:
         comparison = jobs.compare_outputs(outputs, progress=partial(display.progress, "reading", "bytes"))
     if picture is not None:
         comparison.draw(picture, overwrite=overwrite)
@@ -198,7 +203,7 @@ def _work(start: JobCommand) -> int:
         is_streamed = isinstance(start.job, jobs.StreamedJob)  # on the CPU
         device = start_ranks("cpu" if is_streamed else start.running.device, start.running.timeout)
         where = {} if is_streamed else {"device": device}
-        with Display(visible=likely_rank(os.environ) == 0) as display:
+        with contextlib.closing(Display(visible=likely_rank(os.environ) == 0)) as display:
             report = _RUN[type(start.job)](start.job, **where, watcher=display)
         finish_ranks()
     except (SystemExit, KeyboardInterrupt) as leaving:
@@ -229,7 +234,21 @@ def _text(error: Exception, job: jobs.BareJob | None = None, stage: str = "") ->
         said = (str(error) or repr(error)).splitlines()[0][:200]
         return f"error: another rank has ended or cannot be reached: {said}\n"
     if job is not None and is_out_of_memory(error):
-        return f"error: {memory_line(error, stage, job)}\n"
+        return f"error: {_memory_line(error, stage, job)}\n"
     if is_expected(error):
         return f"error: {printable(' '.join(str(error).split()))}\n"
     return "".join(traceback.format_exception(error))
+
+
+def _memory_line(error: BaseException, stage: str, job: jobs.BareJob) -> str:
+    """Return the line for ``error``, which a ``job`` met in ``stage``."""
+    ways = [way for name, way in _WAYS.items() if getattr(job, name, True) is not True]
+    if stage in ("starting", "loading"):
+        ways.clear()
+    if job.dtype is None and not isinstance(job, jobs.FinetuneJob):  # which trains in float32
+        ways.append("--dtype bfloat16")
+    if type(job) is jobs.PruneJob and not job.evaluate_on and not job.tasks:
+        ways.append("--streamed, which does not load the model")
+    said = (str(error).splitlines() or [repr(error)])[0]
+    said = ". ".join([said, *getattr(error, "__notes__", [])[:1]])  # an estimate; the other is of Python's ways out
+    return f"out of memory while {stage}: {said}. Ways out: {', '.join([*ways, 'more ranks'])}"

@@ -21,7 +21,7 @@ from distprune.checkpoint.output_lock import remove_tree
 from distprune.collectives.agree import sum_together, together
 from distprune.jobs.masked_training import MaskedTraining
 from distprune.jobs.options import MOST, RUNNING, TRAINING, Job, ask, asked
-from distprune.jobs.own_words import Windows, ask_words, file_of, load_windows
+from distprune.jobs.own_words import Windows, ask_words, load_windows
 from distprune.jobs.report import JobReport, Trained
 from distprune.jobs.run import STATE, Device, JobFiles, Run, open_job
 from distprune.jobs.watcher import Watcher
@@ -73,7 +73,7 @@ class FinetuneJob(Job):
         if (self.steps is None) == (self.minutes is None):
             both = "" if self.steps is None else f", not both {self.steps} and {self.minutes}"
             raise ValueError(f"give steps (--steps) or minutes (--minutes){both}")
-        if self.data == SELF and self.teacher is None and file_of(self.own_words) is None:
+        if self.data == SELF and self.teacher is None and not isinstance(self.own_words, str):
             raise ValueError("give data (--data) to train on, or a teacher (--teacher), which writes it")
         if self.data != SELF and self.own_words is not None:
             raise ValueError(f"own_words={self.own_words!r} (--own-words) are a teacher's, not of data={self.data!r}")
@@ -169,14 +169,7 @@ def _find_data(
 ) -> Batches | Windows:
     """Return ``text``, noted, or the windows of a file, or that the teacher is to write. Every rank must call it."""
     if text is None:
-        return load_windows(
-            run,
-            model,
-            calibration=SELF,
-            num_samples=job.own_words if isinstance(job.own_words, int) else _NUM_WINDOWS,
-            words=file_of(job.own_words),
-            length=job.sequence_length,
-        )
+        return load_windows(run, model, SELF, _NUM_WINDOWS, job.own_words, job.sequence_length)
     with together(run.comm):
         for reader in (model, teacher or model):
             check_fit(text[0], reader)

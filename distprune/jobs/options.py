@@ -88,8 +88,11 @@ def options_of(job: Any) -> Mapping[str, Option]:
         hint, flag = hints[name], option.flag or f"--{name.replace('_', '-')}"
         parts = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
         choices = option.choices or {value: value for part in parts for value in get_args(part)}
-        help = " ".join(said[name].split())
-        options[name] = replace(option, help=help, flag=flag, hint=hint, default=declared.default, choices=choices)
+        option = replace(option, flag=flag, hint=hint, default=declared.default, choices=choices)
+        for number, metavar in ((int, "INTEGER"), (float, "NUMBER")):
+            if option.parse is None and number in (hint, *get_args(hint)):
+                option = replace(option, parse=number, metavar=metavar)
+        options[name] = replace(option, help=" ".join(said[name].split()))
     return options
 
 

@@ -47,11 +47,6 @@ def ask_words(panel: str) -> Any:
     )
 
 
-def file_of(words: int | str | None) -> str | None:
-    """Return the file of own words, if they are in one."""
-    return words if isinstance(words, str) else None
-
-
 @dataclass(frozen=True)
 class WindowCounts:
     """How many windows are of the ``text``, written ``continuing`` pieces of it, or the model's ``own`` altogether."""
@@ -70,8 +65,9 @@ def counts_of(
 ) -> WindowCounts:
     """Return how many windows a job has: ``num_samples`` of the text, or without a text in all. Local.
 
-    ``num_own``: what the model writes beside a text, a third of it continuing that; ``None``: 96 windows. ``num_text``:
-    the windows of the text that are there. ``num_in_file``: those that were written before; ``None``: none were.
+    ``num_own``: what the model writes beside a text, a third of it continuing that, 96 windows where it is ``None``; or
+    without a text in the place of ``num_samples``. ``num_text``: the windows of the text that are there.
+    ``num_in_file``: those that were written before; ``None``: none were.
 
     Raises:
         ValueError: it is not said how many.
@@ -82,9 +78,9 @@ def counts_of(
     if has_text:
         num_own = OWN_WORDS if num_own is None else num_own
         return WindowCounts(num_text, num_own // 3, num_own - num_own // 3)
-    if num_samples is None:
+    if not (num := num_own or num_samples):
         raise ValueError("a model has no end of windows to write; say how many (--samples), such as 128")
-    return WindowCounts(own=num_samples)
+    return WindowCounts(own=num)
 
 
 @dataclass(frozen=True)
@@ -131,7 +127,6 @@ class Windows:
 def load_windows(
     run: Run,
     model: nn.Module,
-    *,
     calibration: str,
     num_samples: int | None,
     words: int | str | None,

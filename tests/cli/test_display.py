@@ -15,9 +15,8 @@ import pytest
 
 from distprune import jobs
 from distprune.checkpoint.inspect import InspectReport, TensorReport, inspect_directory
-from distprune.cli import display as display_module
-from distprune.cli.display import Display
-from distprune.cli.summary import summary
+from distprune.cli import show
+from distprune.cli.show import Display, summary
 from distprune.jobs import (
     FinetuneJob,
     OneShotJob,
@@ -154,11 +153,12 @@ def test_what_a_terminal_would_obey_is_shown(capsys: pytest.CaptureFixture[str])
 def test_a_job_in_a_log_is_alive(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A stage that takes long says so now and then; a short one says nothing."""
     for waits, shown in ((30, ""), (0, "33%")):
-        monkeypatch.setattr(display_module, "_IN_A_LOG", {"mininterval": waits, "delay": waits, "ascii": True})
-        with Display(visible=True) as display:
-            display.progress("loading", "bytes", 3 << 20, 9 << 20)
-            assert shown in capsys.readouterr().err
-            assert display.stage == "loading"
+        monkeypatch.setattr(show, "_IN_A_LOG", {"mininterval": waits, "delay": waits, "ascii": True})
+        display = Display(visible=True)
+        display.progress("loading", "bytes", 3 << 20, 9 << 20)
+        assert shown in capsys.readouterr().err
+        assert display.stage == "loading"
+        display.close()
 
 
 def test_the_bar_shows_time_left_and_the_error(

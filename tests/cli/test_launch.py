@@ -1,14 +1,10 @@
-"""Launchers' variables become torch's; cores, signals and huge pages."""
+"""Launchers' variables become torch's; cores and signals."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -134,21 +130,3 @@ def test_sigterm_unwinds_the_stack_until_the_work_is_done() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
     launch.finish_ranks()
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_large_tensors_of_ranks_are_in_huge_pages() -> None:
-    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    if not setting.exists() or "[madvise]" not in setting.read_text():
-        pytest.skip("huge pages are not for those who ask")
-    program = (
-        "import torch, distprune.cli.main\n"
-        "distprune.cli.launch.use_huge_pages()\n"
-        "taken = torch.ones(1 << 24)\n"
-        "print(open('/proc/self/smaps_rollup').read())"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=True
-    )
-    (num_kilobytes,) = re.findall(r"AnonHugePages: *(\d+) kB", done.stdout)
-    assert int(num_kilobytes) >= 1 << 14  # of 65536 kB: some may be in ordinary pages

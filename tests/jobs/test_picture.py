@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from distprune.cli.display import Display
+from distprune.cli.show import Display
 from distprune.jobs import OneShotJob, PruneJob, run_one_shot_job, run_prune_job
 from distprune.jobs.options import REPORT_NAME
 from distprune.jobs.picture import PICTURE_NAME, can_draw, errors_by_kind, mean_error, picture
