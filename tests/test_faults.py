@@ -123,13 +123,6 @@ def on_masks(call: Callable[[nn.Module, prune.Masks], object], **arguments: Any)
     return make
 
 
-def masks_loaded(*_: object) -> Called:
-    model = cut()
-    masks = prune.Masks.of(model, include="*")
-    saved = prune.compute_masks(model, 0.5, include="*").state_dict()
-    return model, lambda: masks.load_state_dict(saved)
-
-
 def masks_to_shard(*_: object) -> Called:
     model = decoder()
     pairs = [(layer.get_submodule("up"), "weight") for layer in model.layers]
@@ -246,7 +239,6 @@ CALLS: dict[str, tuple[int, Make]] = {
     "Masks.sparsity": (2, on_masks(lambda _, masks: masks.sparsity())),
     "Masks.apply_": (2, on_masks(lambda _, masks: masks.apply_())),
     "Masks.reparametrize": (2, on_masks(lambda _, masks: masks.reparametrize())),
-    "Masks.load_state_dict": (2, masks_loaded),
     "sparsity": (2, on_masks(lambda model, _: prune.sparsity(model, include="*"))),
     "hold_zeros": (2, trained(lambda model, optimizer: lambda: prune.hold_zeros(model, optimizer, include="*"))),
     "Hold.counts": (2, trained(lambda model, optimizer: prune.hold_zeros(model, optimizer, include="*").counts)),

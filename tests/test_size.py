@@ -22,12 +22,12 @@ LINES = {
     "models": (898, 690),
     "oneshot": (1979, 1440),
     "patterns": (1516, 690),
-    "pruning": (1444, 960),
+    "pruning": (1421, 960),
     "removal": (1634, 1160),
     "scores": (395, 350),
     "selection": (487, 520),
     "shards": (1175, 1030),
-    "training": (1487, 1030),
+    "training": (1483, 1030),
 }
 
 

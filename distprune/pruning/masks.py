@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, final, overload
+from typing import Literal, final, overload
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from distprune.pruning.present import present, values_now
 from distprune.pruning.torch_api.functions import put_masks
 from distprune.shards.device import own_settings
 from distprune.shards.fsdp2 import Fsdp2Params
-from distprune.shards.layouts import dtensor_like, is_laid_out_like, local_of
+from distprune.shards.layouts import dtensor_like
 from distprune.shards.local_shard import LocalShard
 
 
@@ -56,8 +56,9 @@ class Masks(Mapping[str, torch.Tensor]):
     """The masks of a call, by parameter name: bool, True = keep, this rank's part of each.
 
     A mask has its parameter's layout: a DTensor if the parameter is one; on FSDP1 and for rows spread by hand the local
-    part alone. Later changes of the model do not change it. Every rank of the group that chose the masks must call
-    ``&``, ``|``, ``^`` and the methods that say so.
+    part alone. Later changes of the model do not change it. ``torch.distributed.checkpoint`` saves ``dict(masks)``, but
+    for those local parts, and loads into it in place, at another number of ranks too. Every rank of the group that
+    chose the masks must call ``&``, ``|``, ``^`` and the methods that say so.
 
     >>> model = torch.nn.Linear(4, 4)
     >>> masks = compute_masks(model, 0.5)
@@ -326,41 +327,6 @@ class Masks(Mapping[str, torch.Tensor]):
 
         return cls._made(comm, agreed.roster, read, lambda shard: loaded[shard.name])
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return name: mask, as ``torch.distributed.checkpoint`` saves and loads it, at another world size too. Local.
-
-        To load: ``state = masks.state_dict()``, ``load(state, ...)``, ``masks.load_state_dict(state)``.
-
-        Raises:
-            NotImplementedError: FSDP1 and rows spread by hand: their place is nothing a checkpoint knows.
-        """
-        for name, shard in self._shards.items():
-            if shard.tensor is None:
-                raise NotImplementedError(
-                    f"the mask of {name!r} has a place that no checkpoint knows (FSDP1, rows spread by hand); save the "
-                    "pruned weights, and read the masks from their zeros"
-                )
-        return dict(self.items())
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replace the masks by those of a :meth:`state_dict` in the same layout. Every rank must call it: one round.
-
-        Raises:
-            ValueError: on every rank, nothing changed: other names, shapes or types.
-        """
-
-        def taken(shard: LocalShard) -> torch.Tensor:
-            if state_dict.keys() != self.keys():
-                raise ValueError(f"masks of other parameters: {sorted(state_dict.keys() ^ self.keys())[:4]}")
-            mask, now = state_dict[shard.name], self[shard.name]
-            is_like = is_laid_out_like(mask, now) if isinstance(now, DTensor) else not isinstance(mask, DTensor)
-            is_mask = isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and mask.shape == now.shape
-            if not is_like or not is_mask:
-                raise ValueError(f"the mask of {shard.name!r} must be {_described(now)}, not {_described(mask)}")
-            return local_of(mask).to(now.device).reshape(shard.geometry.local_shape).clone()
-
-        self._local = self._made(self._comm, self._roster, lambda: [*self._shards.values()], taken)._local
-
 
 def sparsity(
     model: nn.Module,
@@ -380,9 +346,3 @@ def sparsity(
     """
     comm = Alone() if group is None and not is_sharded(model) else communicator(group)
     return Masks.of(model, include=include, exclude=exclude, group=comm).sparsity()
-
-
-def _described(mask: object) -> str:
-    if isinstance(mask, DTensor):
-        return f"a DTensor {mask.dtype} {list(mask.shape)} {mask.placements} on {mask.device_mesh}"
-    return f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__

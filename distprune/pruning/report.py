@@ -121,4 +121,4 @@ class PruneReport(Totals):
 
 
 def _left_behind() -> Masks:
-    raise ValueError("a report is pickled without its masks; save report.masks.state_dict(), or Masks.of(model)")
+    raise ValueError("a report is pickled without its masks; use report.masks.save(path), or Masks.of(model)")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -92,8 +91,6 @@ def test_fsdp1_has_local_parts(tmp_path: Path) -> None:
         model = FullyShardedDataParallel(decoder(), use_orig_params=True, device_id=torch.device("cpu"))
         masks = prune.compute_masks(model, 0.5)
         assert all(type(mask) is torch.Tensor and mask.ndim == 1 for mask in masks.values())
-        with pytest.raises(NotImplementedError, match="no checkpoint knows"):
-            masks.state_dict()
         with pytest.raises(NotImplementedError, match="FSDP1"):
             masks.reparametrize()
         masks.apply_()
@@ -226,8 +223,6 @@ def test_layouts_of_one_local_shape() -> None:
         assert not rows.equal(columns)
         with pytest.raises(ValueError, match="laid out differently"):
             rows & columns
-        with pytest.raises(ValueError, match="must be a DTensor"):
-            rows.load_state_dict(columns.state_dict())
 
     run_threads(2, on_rank)
 
@@ -250,7 +245,7 @@ def test_the_sparsity_of_a_plain_model_can_be_asked_for_on_one_rank() -> None:
 
 def save(_: int, folder: Path) -> None:
     masks = prune.compute_masks(fsdp2(), 0.5)
-    state_dict_saver.save(masks.state_dict(), checkpoint_id=folder)
+    state_dict_saver.save(dict(masks), checkpoint_id=folder)
     masks.save(folder / FILE)
 
 
@@ -258,9 +253,7 @@ def load(_: int, folder: Path, sharded: bool) -> dict[str, torch.Tensor]:
     model = fsdp2() if sharded else decoder()
     masks = prune.Masks.of(model)
     assert masks.sparsity() == 0
-    state = masks.state_dict()
-    state_dict_loader.load(state, checkpoint_id=folder)
-    masks.load_state_dict(state)
+    state_dict_loader.load(dict(masks), checkpoint_id=folder)
     assert prune.Masks.load(folder / FILE, model).equal(masks)
     masks.apply_()
     assert prune.sparsity(model) == 0.5
@@ -321,50 +314,6 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
         (~masks).save(tmp_path / FILE, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
     assert prune.Masks.load(tmp_path / FILE, decoder()).equal(masks)
-
-
-def other_names(state: dict[str, Any]) -> None:
-    state["other"] = state.pop(BLOCK_WEIGHTS[0])
-
-
-def other_layout(state: dict[str, Any]) -> None:
-    state[BLOCK_WEIGHTS[1]] = state[BLOCK_WEIGHTS[1]].full_tensor()
-
-
-def other_dtype(state: dict[str, Any]) -> None:
-    state[BLOCK_WEIGHTS[1]] = state[BLOCK_WEIGHTS[1]].float()
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [(other_names, "other parameters: .*'other'"), (other_layout, "must be a DTensor"), (other_dtype, "float32")],
-)
-def test_nothing_is_taken_over_from_another_state(spoil: Callable[[dict[str, Any]], None], message: str) -> None:
-    def on_rank(rank: int) -> None:
-        model = fsdp2()
-        masks, before = (prune.compute_masks(model, 0.5) for _ in range(2))
-        state = prune.compute_masks(model, 0.75).state_dict()
-        if spoil is other_layout:
-            spoil(state)  # communicates
-        elif rank == 1:
-            spoil(state)
-        with pytest.raises(ValueError, match=message):
-            masks.load_state_dict(state)
-        assert masks.equal(before)
-
-    run_threads(2, on_rank)
-
-
-def test_replicas_that_differ() -> None:
-    def on_rank(rank: int) -> None:
-        masks = prune.Masks.of(decoder())
-        state = masks.state_dict()
-        if rank == 1:
-            state[BLOCK_WEIGHTS[0]] = ~state[BLOCK_WEIGHTS[0]]
-        with pytest.raises(ValueError, match=BLOCK_WEIGHTS[0]):
-            masks.load_state_dict(state)
-
-    run_threads(2, on_rank)
 
 
 @pytest.mark.parametrize("call", ["global_unstructured", "custom_from_mask"])
