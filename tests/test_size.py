@@ -20,7 +20,7 @@ LINES = {
     "kernels": (814, 800),
     "masks": (487, 470),
     "models": (898, 690),
-    "oneshot": (1979, 1440),
+    "oneshot": (1948, 1440),
     "patterns": (1516, 690),
     "pruning": (1421, 960),
     "removal": (1634, 1160),

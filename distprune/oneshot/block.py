@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from distprune.calibration.visit import walking
 from distprune.calibration.walk import Walk
 from distprune.collectives.agree import agree, max_together, together
 from distprune.collectives.base import Communicator, Traffic
-from distprune.models.linear_layers import LinearLayer, linear_layers
+from distprune.models.linear_layers import linear_layers
 from distprune.oneshot.block_fit import BlockFit, batch_size, fit_block
 from distprune.oneshot.block_layers import naming, unreached
 from distprune.oneshot.channel_order import permute_block
@@ -39,6 +40,8 @@ _HEALING = Aim(share=1.0, damping=1.0)  # what one layer can make up for whole l
 # Prunes rows, this rank's, by layer of the block, and returns what became of each. Empties the moments.
 # Every rank calls it.
 PruneRows = Callable[[Communicator, Mapping[str, Rows], list[Moments], Clock, Aim], Mapping[str, LayerReport]]
+
+_Orders = dict[tuple[tuple[str, ...], ...], BlockOrder]  # by the names of all layers: blocks are alike
 
 
 def run_blocks(
@@ -70,18 +73,22 @@ def run_blocks(
         batch_tokens=plan.batch_tokens,
         num_together=batch_size(len(plan.samples)) if recipe.refit == "block" else None,
     ) as walk:
-        pruner = _BlockPruner(comm, walk, plan, prune_rows)
-        for index in range(len(walk.blocks)):
-            if index in plan.skipped:
-                continue
-            # The dense stream goes through a block before it is restored.
-            begun = pruner.begin(index) if finished is None or recipe.has_targets else None
+        orders: _Orders = {}
+        left = [index for index in range(len(walk.blocks)) if index not in plan.skipped]
+        for index in range(left[0] if recipe.has_targets else 0):
+            walk.advance(index, comm, dense=True)
+        for index, following in pairwise([*left, len(walk.blocks)]):
+            block = _BlockWalk(comm, walk, plan, prune_rows, orders, index, following)
+            if finished is None or recipe.has_targets:  # the dense stream goes through a block before it is restored
+                block.begin()
             if finished is not None:
-                if pruner.is_restored(index, finished):
+                if block.is_restored(finished):
                     num_parameters = None
                     continue
                 finished = None
-            reports.append(pruner.prune(begun or pruner.begin(index)))
+                if not recipe.has_targets:
+                    block.begin()
+            reports.append(block.prune())
             if calls_back:
                 with together(comm):
                     if on_block is not None:
@@ -97,176 +104,146 @@ def run_blocks(
 
 
 @dataclass
-class _Begun:
-    """Block ``index``: its ``order`` and ``targets``, found before it is pruned, and what becomes of it.
+class _BlockWalk:
+    """Block ``index`` of a walk, which has ``prune_rows`` prune its layers. With targets there must be a dense stream.
 
-    ``dense``: weights that stay so, with the reasons; ``reports`` are by layer.
-    """
-
-    index: int
-    traffic: Traffic  # before
-    seconds: dict[str, float]
-    dense: dict[str, str]
-    order: BlockOrder = field(init=False)
-    targets: Targets | None = None
-    reports: dict[str, LayerReport] = field(default_factory=dict)
-
-
-@dataclass
-class _BlockPruner:
-    """Has ``prune_rows`` prune layers of each block of a walk, in turn. With targets the walk must have a dense stream.
-
-    ``orders`` are by the names of all layers: blocks are alike. The dense stream is behind ``num_dense`` blocks.
+    Block ``following`` comes next, if there is one. ``order`` and ``targets`` are found before the block is pruned;
+    ``dense`` are weights that stay so, with the reasons; ``reports`` are by layer; ``traffic`` is that before.
     """
 
     comm: Communicator
     walk: Walk
     plan: WalkPlan
     prune_rows: PruneRows
-    orders: dict[tuple[tuple[str, ...], ...], BlockOrder] = field(default_factory=dict)
-    num_dense: int = 0
+    orders: _Orders
+    index: int
+    following: int
+    order: BlockOrder = field(init=False)
+    targets: Targets | None = None
+    dense: dict[str, str] = field(init=False)
+    traffic: Traffic = field(init=False)
+    seconds: dict[str, float] = field(init=False)
+    reports: dict[str, LayerReport] = field(default_factory=dict)
 
-    def begin(self, index: int) -> _Begun:
-        """Put the channels of block ``index`` in order, if that is asked for, and advance the dense stream behind it.
+    def __post_init__(self) -> None:
+        self.name, self.module = self.walk.blocks[self.index]
+        self.layers, self.recipe = self.plan.linears[self.index].linears, self.plan.recipe
+        self.advances = self.following < len(self.walk.blocks)
+
+    def begin(self) -> None:
+        """Put the channels in order, if that is asked for, and advance the dense stream behind the block.
 
         Every rank must call it, as what follows: :meth:`is_restored`, :meth:`prune`.
         """
-        layers, pattern = self.plan.linears[index], self.plan.recipe.permutes
-        stages = _STAGES if pattern is None else ("permute", *_STAGES)
-        begun = _Begun(index, self.comm.traffic.copy(), dict.fromkeys(stages, 0.0), dict(layers.dense))
+        pattern = self.recipe.permutes
+        self.traffic, self.dense = self.comm.traffic.copy(), dict(self.plan.linears[self.index].dense)
+        self.seconds = dict.fromkeys(_STAGES if pattern is None else ("permute", *_STAGES), 0.0)
         if pattern is not None:
-            with clock(begun.seconds, "permute"):
-                permute_block(self.comm, self.walk, index, layers.linears, self._owned, pattern)
-        with clock(begun.seconds, "forward"):
-            begun.order = self._order(index, layers.linears)
-            if self.plan.recipe.has_targets:
-                begun.targets = self._dense_pass(index, layers.linears, begun.order)
-        return begun
+            with clock(self.seconds, "permute"):
+                permute_block(self.comm, self.walk, self.index, self.layers, self.plan.owned, pattern)
+        with clock(self.seconds, "forward"):
+            self.order = self._order()
+            if self.recipe.has_targets:
+                self.targets = self._dense_pass()
 
-    def is_restored(self, index: int, finished: Finished) -> bool:
-        """Return whether ``finished`` brings block ``index`` to what it was pruned to; then advance behind it."""
+    def is_restored(self, finished: Finished) -> bool:
+        """Return whether ``finished`` brings the block to what it was pruned to; then advance behind it."""
         with together(self.comm):
-            is_done = bool(finished(index))
-        agree(self.comm, {f"finished({index})": is_done})
-        if is_done and self._next(index) < len(self.walk.blocks):
-            self.walk.advance(index, self.comm)
+            is_done = bool(finished(self.index))
+        agree(self.comm, {f"finished({self.index})": is_done})
+        if is_done and self.advances:
+            self.walk.advance(self.index, self.comm)
         return is_done
 
-    def prune(self, begun: _Begun) -> BlockReport:
+    def prune(self) -> BlockReport:
         """Prune the block stage by stage, and advance the walk behind it, if another block follows."""
-        walk, index, recipe = self.walk, begun.index, self.plan.recipe
-        for stage in begun.order.stages:
-            with clock(begun.seconds, "forward"):
-                statistics = self._run(begun, stage)
-            for moments in self._reduced(statistics, begun):
-                self._prune_layers(begun, moments)
+        needs = "products" if self.recipe.has_targets else self.recipe.solver.needs
+        for stage in self.order.stages:
+            layers = {layer: self.layers[layer] for layer in stage}
+            stops = self.order.called_once.issuperset(stage)
+            statistics = InputStatistics(self.comm, self.walk, layers, needs, self.targets, stops)
+            with clock(self.seconds, "forward"):
+                statistics.run(self.index)
+            for moments in self._reduced(statistics):
+                self._prune_layers(moments)
                 del moments  # before the next wave is made
-        begun.targets = None
-        fit, advances = None, self._next(index) < len(walk.blocks)
-        if recipe.refit == "block":
-            with clock(begun.seconds, "fit"):
-                linears = linear_layers(walk.blocks[index][1]).values()
-                matrices = {linear.parameter_path for linear in linears} - begun.dense.keys()
-                fit = fit_block(self.comm, walk, index, matrices, recipe.seed or 0, advances)
-        elif advances:
-            with clock(begun.seconds, "forward"):
-                walk.advance(index, self.comm)
-        return self._report(begun, fit)
+        self.targets, fit = None, None
+        if self.recipe.refit == "block":
+            with clock(self.seconds, "fit"):
+                matrices = {linear.parameter_path for linear in linear_layers(self.module).values()} - self.dense.keys()
+                seed = self.recipe.seed or 0
+                fit = fit_block(self.comm, self.walk, self.index, matrices, seed, self.advances)
+        elif self.advances:
+            with clock(self.seconds, "forward"):
+                self.walk.advance(self.index, self.comm)
+        return self._report(fit)
 
-    @property
-    def _owned(self) -> dict[str, bool]:
-        """Whether this rank counts a parameter, by its name in the model."""
-        return {shard.name: shard.owned for shard in self.plan.shards}
-
-    def _prune_layers(self, begun: _Begun, moments: list[Moments]) -> None:
+    def _prune_layers(self, moments: list[Moments]) -> None:
         """Prune the layers that ``moments`` are of, but for those that no token reached."""
-        plan, name, layers = self.plan, self.walk.blocks[begun.index][0], self.plan.linears[begun.index].linears
-        now = {layer: layers[layer] for layer in layers if any(layer in m.names for m in moments)}
-        unseen = unreached(name, now, moments)
-        begun.dense |= {now.pop(layer).parameter_path: reason for layer, reason in unseen.items()}
+        now = {layer: self.layers[layer] for layer in self.layers if any(layer in m.names for m in moments)}
+        unseen = unreached(self.name, now, moments)
+        self.dense |= {now.pop(layer).parameter_path: reason for layer, reason in unseen.items()}
         moments = [m for m in moments if m.names[0] in now]
-        has_target = not any(f"{name}.{layer}" in plan.towards_own for layer in now)
-        aim = Aim((plan.recipe.target_share or 0.0) if has_target else 0.0)
-        if self._heals(begun.index, begun.order) in now:
+        is_own = any(f"{self.name}.{layer}" in self.plan.towards_own for layer in now)
+        aim = Aim(0.0 if is_own else self.recipe.target_share or 0.0)
+        if self._healed in now:
             aim = _HEALING
-        with whole_rows(self.comm, now, self._owned, f"{name}.") as rows, torch.no_grad():
-            begun.reports |= self.prune_rows(self.comm, rows, moments, partial(clock, begun.seconds), aim)
+        with whole_rows(self.comm, now, self.plan.owned, f"{self.name}.") as rows, torch.no_grad():
+            self.reports |= self.prune_rows(self.comm, rows, moments, partial(clock, self.seconds), aim)
 
-    def _report(self, begun: _Begun, fit: BlockFit | None) -> BlockReport:
-        name, linears = self.walk.blocks[begun.index][0], self.plan.linears[begun.index].linears
-        adding = [layer for layer in linears if layer in begun.order.adding]
-        used = self.comm.traffic - begun.traffic
+    def _report(self, fit: BlockFit | None) -> BlockReport:
+        adding = [layer for layer in self.layers if layer in self.order.adding and self.recipe.has_targets]
+        used = self.comm.traffic - self.traffic
         return BlockReport(
-            begun.index,
-            name,
-            layers=tuple(begun.reports[layer] for layer in linears if layer in begun.reports),
-            dense={f"{name}.{path}": reason for path, reason in begun.dense.items()},
-            residual=tuple(f"{name}.{layer}" for layer in adding if self.plan.recipe.has_targets),
-            seconds=begun.seconds,
+            self.index,
+            self.name,
+            layers=tuple(self.reports[layer] for layer in self.layers if layer in self.reports),
+            dense={f"{self.name}.{path}": reason for path, reason in self.dense.items()},
+            residual=tuple(f"{self.name}.{layer}" for layer in adding),
+            seconds=self.seconds,
             num_rounds=used.num_rounds,
             num_bytes=used.num_bytes,
             fit=fit,
         )
 
-    def _reduced(self, statistics: InputStatistics, begun: _Begun) -> Iterator[list[Moments]]:
+    def _reduced(self, statistics: InputStatistics) -> Iterator[list[Moments]]:
         """Yield the moments of ``statistics``, as :meth:`InputStatistics.reduce` does; an error names the block."""
         waves = statistics.reduce(self.plan.expert_memory)
         while True:
-            with clock(begun.seconds, "reduce"), naming(self.walk.blocks[begun.index][0]):
+            with clock(self.seconds, "reduce"), naming(self.name):
                 moments = next(waves, None)
             if moments is None:
                 return
             yield moments
             del moments
 
-    def _next(self, index: int) -> int:
-        """Return the block after block ``index`` that is not skipped, or how many blocks there are."""
-        return next(i for i in range(index + 1, len(self.walk.blocks) + 1) if i not in self.plan.skipped)
-
-    def _order(self, index: int, linears: Mapping[str, LinearLayer]) -> BlockOrder:
-        by_layer = self.plan.recipe.sequential == "layer"
-        if not (by_layer or self.plan.recipe.has_targets):
-            return BlockOrder((tuple(linears),), frozenset(), frozenset(), frozenset())
-        everything = linear_layers(self.walk.blocks[index][1])
-        names = tuple(linears), tuple(everything)
+    def _order(self) -> BlockOrder:
+        by_layer = self.recipe.sequential == "layer"
+        if not (by_layer or self.recipe.has_targets):
+            return BlockOrder((tuple(self.layers),), frozenset(), frozenset(), frozenset())
+        everything = linear_layers(self.module)
+        names = tuple(self.layers), tuple(everything)
         if names not in self.orders:
-            order = learn_order(self.comm, self.walk, index, everything).of(linears)
+            order = learn_order(self.comm, self.walk, self.index, everything).of(self.layers)
             self.orders[names] = order if by_layer else order.at_once()
         return self.orders[names]
 
-    def _dense_pass(self, index: int, linears: Mapping[str, LinearLayer], order: BlockOrder) -> Targets:
-        """Advance the dense stream behind block ``index``, which is dense, and return what it meets there."""
-        walk = self.walk
-        self._advance_dense(index)
-        targets = Targets(walk, order, linear_layers(walk.blocks[index][1]))
-        targets.run(self.comm, index, linears)
-        self.num_dense = index + 1
-        self._advance_dense(self._next(index))
-        if (healed := self._heals(index, order)) is not None:
+    @property
+    def _healed(self) -> str | None:
+        """The layer whose target is what is behind a gap, where there is one; it must add to hidden states."""
+        healed = self.plan.healed.get(self.index)
+        return healed if healed in self.order.adding else None
+
+    def _dense_pass(self) -> Targets:
+        """Advance the dense stream behind the block, which is dense, and a gap, and return what it meets there."""
+        walk, targets = self.walk, Targets(self.walk, self.order, linear_layers(self.module))
+        targets.run(self.comm, self.index, self.layers)
+        for skipped in range(self.index + 1, self.following):
+            walk.advance(skipped, self.comm, dense=True)
+        if self._healed is not None:
             for of_sample, hidden in zip(targets.samples, walk.dense, strict=True):
-                of_sample.totals[healed] = hidden.reshape(-1, hidden.shape[-1])
-        elif index in self.plan.healed:
-            layer = f"{walk.blocks[index][0]}.{self.plan.healed[index]}"
-            why = "what it puts out is not added to hidden states as it is"
-            warnings.warn(f"{layer!r} cannot make up for the blocks behind it: {why}", stacklevel=2)
+                of_sample.totals[self._healed] = hidden.reshape(-1, hidden.shape[-1])
+        elif self.index in self.plan.healed:
+            layer, why = self.plan.healed[self.index], "what it puts out is not added to hidden states as it is"
+            warnings.warn(f"'{self.name}.{layer}' cannot make up for the blocks behind it: {why}", stacklevel=2)
         return targets
-
-    def _heals(self, index: int, order: BlockOrder) -> str | None:
-        """Return the layer of block ``index`` whose target is what is behind a gap; it must add to hidden states."""
-        healed = self.plan.healed.get(index)
-        return healed if healed in order.adding else None
-
-    def _advance_dense(self, stop: int) -> None:
-        """Run the blocks up to ``stop``, which are dense, on the dense stream."""
-        while self.num_dense < stop:
-            self.walk.advance(self.num_dense, self.comm, dense=True)
-            self.num_dense += 1
-
-    def _run(self, begun: _Begun, stage: Sequence[str]) -> InputStatistics:
-        """Run the block on all samples, as far as the layers of ``stage`` ask for, and return what they are given."""
-        recipe, linears = self.plan.recipe, {layer: self.plan.linears[begun.index].linears[layer] for layer in stage}
-        stops = begun.order.called_once.issuperset(linears)
-        needs = "products" if recipe.has_targets else recipe.solver.needs
-        statistics = InputStatistics(self.comm, self.walk, linears, needs, begun.targets, stops)
-        statistics.run(begun.index)
-        return statistics

@@ -35,7 +35,7 @@ from distprune.shards.layouts import local_of, local_shard
 from distprune.shards.local_shard import LocalShard, cut
 
 _LEAST_BATCH, _MOST_BATCHES = 4, 32  # windows; of all windows
-NUM_EPOCHS = 2  # passes over all of them
+_NUM_EPOCHS = 2  # passes over all of them
 _BETAS = (0.9, 0.95)
 _STEP, _USUAL_RMS = 1e-3, 0.1  # the first step, of a matrix whose root mean square is so large
 _WARM_UP, _LEAST = 0.1, 0.1  # of all steps; of the learning rate, at the end
@@ -70,40 +70,44 @@ def fit_block(
     """
     block = walk.blocks[index][1]
     with together(comm):
-        shared = _shared(walk.model, block)
-        fitted = {name: p for name, p in block.named_parameters() if name in matrices or _is_vector(p)}
-        shards = [local_shard(name, p) for name, p in fitted.items() if id(p) not in shared]
-    before, _ = _measured(comm, walk, index)
-    if not shards or not before.error or not before.size:
+        places, here = num_places(walk.model), num_places(block)
+        shards = [
+            local_shard(name, parameter)
+            for name, parameter in block.named_parameters()
+            if places[id(parameter)] == here[id(parameter)]  # it is in no other block, too
+            and (name in matrices or (parameter.ndim == 1 and parameter.is_floating_point()))
+        ]
+    (error, size, num_elements), _ = _measured(comm, walk, index)
+    if not shards or not error or not size:
         if advances:
             walk.advance(index, comm)
         return None
     rates = _rates(comm, shards, matrices)
     with together(comm):
-        fit = _Fit(walk, index, shards, rates, matrices, before.num_elements / before.size)
-        steps = [part for epoch in range(NUM_EPOCHS) for part in _shuffled(walk.steps, f"{seed}:{index}:{epoch}")]
+        fit = _Fit(walk, index, shards, rates, matrices, num_elements / size)
+        steps = [part for epoch in range(_NUM_EPOCHS) for part in _shuffled(walk.steps, f"{seed}:{index}:{epoch}")]
     try:
         for step, part in enumerate(steps):
-            with walk.block(index, gradients=True):
+            with walk.block(index, gradients=True), fit.keeping_error():
                 fit.take_gradients(part)
             comm.reduce_(fit.flat)
-            fit.step(_schedule(step, len(steps)))
+            with fit.keeping_error():
+                fit.step(_schedule(step, len(steps)))
         with together(comm):
             fit.finish(steps)
-        after, outputs = _measured(comm, walk, index)
+        (error_after, *_), outputs = _measured(comm, walk, index)
     except Exception:
         fit.go_back()
         raise
-    if after.error > before.error:
+    if error_after > error:
         fit.go_back()
-        after = before
-        del outputs
-        if advances:
-            walk.advance(index, comm)
-    elif advances:
+        outputs.clear()
+    if advances and outputs:
         with together(comm):
             walk.go_on(outputs)
-    return BlockFit(before.relative_error, after.relative_error)
+    elif advances:
+        walk.advance(index, comm)
+    return BlockFit(math.sqrt(error / size), math.sqrt(min(error, error_after) / size))
 
 
 def batch_size(num_windows: int) -> int:
@@ -111,28 +115,11 @@ def batch_size(num_windows: int) -> int:
     return max(_LEAST_BATCH, -(-num_windows // _MOST_BATCHES))
 
 
-def num_steps(num_windows: int) -> int:
-    """Return how many steps a fit takes."""
-    return NUM_EPOCHS * -(-num_windows // batch_size(num_windows))
+def _measured(comm: Communicator, walk: Walk, index: int) -> tuple[list[float], list[torch.Tensor]]:
+    """Return sums over all windows, the same on every rank, and what block ``index`` puts out for this rank's batches.
 
-
-@dataclass(frozen=True)
-class _Measured:
-    """Sums over all windows, the same on every rank: the squares of f(h) - h_out and of h_out - h, and elements."""
-
-    error: float
-    size: float
-    num_elements: float
-
-    @property
-    def relative_error(self) -> float:
-        return math.sqrt(self.error / self.size)
-
-
-def _measured(comm: Communicator, walk: Walk, index: int) -> tuple[_Measured, list[torch.Tensor]]:
-    """Return how far block ``index`` is from the dense stream, and what it puts out for this rank's batches.
-
-    Every rank must call it: one round of 24 bytes.
+    The sums are those of the squares of f(h) - h_out and of h_out - h, and how many elements there are. Every rank must
+    call it: one round of 24 bytes.
 
     Raises:
         ValueError: on every rank: NaN or Inf.
@@ -148,9 +135,8 @@ def _measured(comm: Communicator, walk: Walk, index: int) -> tuple[_Measured, li
                 given, wanted = (stream[batch].to(output.device).float() for stream in (walk.hidden, walk.dense))
                 with own_settings():
                     changes = output - wanted, wanted - given
-                    squares = [change.square_().sum(dtype=torch.float64) for change in changes]
-                    sums[batch] = torch.stack(squares)
-        for batch, of_batch in zip(sums, fetched(list(sums.values())), strict=True):
+                    sums[batch] = torch.stack([change.square_().sum(dtype=torch.float64) for change in changes])
+        for batch, of_batch in zip(sums, fetched([*sums.values()]), strict=True):
             if not of_batch.isfinite().all():
                 where = f"block {walk.blocks[index][0]!r} puts out NaN or Inf for calibration samples"
                 raise ValueError(f"{where} {named(walk.batches[batch].windows)}")
@@ -158,18 +144,7 @@ def _measured(comm: Communicator, walk: Walk, index: int) -> tuple[_Measured, li
             words[2] += walk.hidden[batch].numel()
 
     with walk.block(index) as run:
-        total = sum_together(comm, (3,), fill, torch.float64)
-    return _Measured(*total.tolist()), outputs
-
-
-def _shared(model: nn.Module, block: nn.Module) -> set[int]:
-    """Return the ids of parameters of ``block`` that ``model`` has elsewhere, too."""
-    everywhere, here = num_places(model), num_places(block)
-    return {which for which, num in here.items() if everywhere[which] > num}
-
-
-def _is_vector(parameter: torch.Tensor) -> bool:
-    return parameter.ndim == 1 and parameter.is_floating_point()
+        return sum_together(comm, (3,), fill, torch.float64).tolist(), outputs
 
 
 def _shuffled(parts: Sequence[Batch], seed: str) -> list[Batch]:
@@ -182,21 +157,21 @@ def _rates(comm: Communicator, shards: Sequence[LocalShard], matrices: Collectio
     """Return the learning rate of each parameter by the mean size of its elements: root mean square, of 1-D ones mean
     magnitude. A bias has that of its weight. Every rank must call it: one round of 16 bytes a parameter.
     """
+    powers = [1 if shard.local.ndim == 1 else 2 for shard in shards]
 
     def fill(words: torch.Tensor) -> None:
         norms = [
-            torch.linalg.vector_norm(shard.local, 1 if shard.local.ndim == 1 else 2, dtype=torch.float64)
-            for shard in shards
+            torch.linalg.vector_norm(shard.local, power, dtype=torch.float64)
+            for shard, power in zip(shards, powers, strict=True)
         ]
         for i, (shard, norm) in enumerate(zip(shards, fetched(norms), strict=True)):
-            words[i, 0] = norm if shard.local.ndim == 1 else norm.square()
+            words[i, 0] = norm ** powers[i]
             words[i, 1] = shard.local.numel()  # replicas count in both
 
     rates: dict[str, float] = {}
     totals = sum_together(comm, (len(shards), 2), fill, torch.float64).tolist()
-    for shard, (total, num) in zip(shards, totals, strict=True):
-        mean = total / max(num, 1)
-        size = mean if shard.local.ndim == 1 else math.sqrt(mean)
+    for shard, power, (total, num) in zip(shards, powers, totals, strict=True):
+        size = (total / max(num, 1)) ** (1 / power)
         rates[shard.name] = _STEP * (size / _USUAL_RMS if shard.name in matrices else size)
     weights = {name: f"{name.removesuffix('bias')}weight" for name in rates if name.rpartition(".")[2] == "bias"}
     return [rates.get(weights.get(name, name), rate) for name, rate in rates.items()]
@@ -232,12 +207,11 @@ class _Fit:
             local.to(torch.promote_types(local.dtype, torch.float32), copy=True, memory_format=torch.contiguous_format)
             for local in self._locals
         ]
-        # Where weights are held: 0.
-        holds = [shard.name in matrices for shard in shards]
-        self._kept = [before != 0 if of else None for before, of in zip(self._before, holds, strict=True)]
-        groups = [{"params": [value], "lr": rate} for value, rate in zip(self._values, rates, strict=True)]
+        # Weights of matrices are held where they are 0.
+        self._kept = [(shard.local != 0) | (shard.name not in matrices) for shard in shards]
         device = self._locals[0].device
         is_fused = device.type in ("cpu", "cuda")
+        groups = [{"params": [value], "lr": rate} for value, rate in zip(self._values, rates, strict=True)]
         self._rates, self._adam = rates, torch.optim.Adam(groups, betas=_BETAS, fused=is_fused, foreach=not is_fused)
         shapes = [shard.geometry.global_shape for shard in shards]
         numels = [math.prod(shape) for shape in shapes]
@@ -247,30 +221,41 @@ class _Fit:
         self._largest: list[torch.Tensor] = []  # gradient of each step
         self._error: Exception | None = None
 
+    @contextmanager
+    def keeping_error(self) -> Iterator[None]:
+        """Keep what the body raises, for :meth:`finish`, and go on; the first error counts."""
+        try:
+            yield
+        except BaseException as caught:
+            error = as_told(caught)
+            if cannot_meet(error):
+                raise
+            self._error = self._error or error
+
     def take_gradients(self, part: Batch) -> None:
         """Fill ``flat`` with what this rank's windows of ``part`` add to it. Local, while the block is gathered."""
         names, group = [shard.name for shard in self._shards], self._walk.sample_group
         self.flat.zero_()
-        with self._keeping_error(), needing_gradients(self._block, names), group.passing():
+        with needing_gradients(self._block, names), group.passing():
             parameters = [self._block.get_parameter(name) for name in names]
-            found = self._gradients_of(part, parameters)
-            for name, parameter, gradient, whole in zip(names, parameters, found, self._gradients, strict=True):
+            gradients = self._gradients_of(part, parameters)
+            for name, parameter, gradient, whole in zip(names, parameters, gradients, self._gradients, strict=True):
                 counts, place = group.rank == 0, Geometry.whole(whole.shape)
                 if isinstance(parameter, DTensor):
                     shard = local_shard(name, parameter)
                     counts, place = shard.owned, shard.geometry
                 if gradient is not None and counts and part.windows:
-                    cut(whole, place).copy_(gradient)
+                    cut(whole, place).copy_(local_of(gradient))
 
     def _gradients_of(self, part: Batch, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
-        """Return the gradients by ``parameters``, this rank's parts; ``None``: the error does not depend on it."""
+        """Return the gradients by ``parameters``, placed as these; ``None``: the error does not depend on it."""
         given, wanted = (self._walk.rows(part, dense=dense).to(self.flat.device) for dense in (False, True))
         with torch.enable_grad(), plain_attention(self.flat.device):
             output = part.calls[self._index].run(self._block, given)
             with own_settings():
                 pull = ((output.detach().float() - wanted.float()) * (2 * self._scale)).to(output.dtype)
             try:
-                found = torch.autograd.grad(output, parameters, pull, allow_unused=True)
+                gradients = torch.autograd.grad(output, parameters, pull, allow_unused=True)
             except RuntimeError as error:
                 if is_out_of_memory(error) or cannot_meet(error):
                     raise
@@ -278,17 +263,16 @@ class _Fit:
                     f"block {self._name!r} cannot be fitted as a whole; refit='none' does without: {error}"
                 ) from error
         # Of a DTensor a gradient may still be a sum over the ranks of the sample group.
-        placed = [placed_like(of, like) for of, like in zip(found, parameters, strict=True)]
-        return [None if of is None else local_of(of) for of in placed]
+        return [placed_like(of, like) for of, like in zip(gradients, parameters, strict=True)]
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
         """Move the values along the gradients in ``flat``, which are those of all ranks now. Local."""
-        with self._keeping_error(), own_settings():
+        with own_settings():
             self._largest.append(torch.linalg.vector_norm(self.flat, torch.inf))
             for i, (shard, value, kept) in enumerate(zip(self._shards, self._values, self._kept, strict=True)):
                 gradient = cut(self._gradients[i], shard.geometry).to(value.dtype)
-                value.grad = gradient.contiguous() if kept is None else (gradient * kept).contiguous()
+                value.grad = (gradient * kept).contiguous()
                 self._adam.param_groups[i]["lr"] = self._rates[i] * rate
             self._adam.step()
             torch._foreach_copy_(self._locals, self._values)
@@ -309,19 +293,7 @@ class _Fit:
                     f"{named(windows.of_all)}, while it is fitted; refit='none' does without"
                 )
         for local, before, kept in zip(self._locals, self._before, self._kept, strict=True):
-            if kept is not None:
-                local.copy_(torch.where(kept & (local == 0), before, local))
+            local.copy_(torch.where(kept & (local == 0), before, local))
 
     def go_back(self) -> None:
         torch._foreach_copy_(self._locals, self._before)
-
-    @contextmanager
-    def _keeping_error(self) -> Iterator[None]:
-        """Keep what the body raises, and go on; the first error counts."""
-        try:
-            yield
-        except BaseException as caught:
-            error = as_told(caught)
-            if cannot_meet(error):
-                raise
-            self._error = self._error or error

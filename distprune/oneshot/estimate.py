@@ -45,14 +45,10 @@ class _LayerInput:
     share: float = 1.0
     is_routed: bool = False
 
-    def goes_by_tokens(self, recipe: Recipe) -> bool:
-        """Return whether tokens are kept, and summed in waves of experts once the block has run."""
-        return self.is_routed and recipe.updates_weights
-
-    def num_sums(self, recipe: Recipe) -> int:
-        """Return how many numbers X^T X is, with what leads to the targets."""
-        towards = self.num_in * (self.num_out if self.adds else self.num_in)
-        return self.num_in**2 + (towards if recipe.targets == "dense" else 0)
+    @property
+    def width(self) -> float:
+        """How many features a token has."""
+        return self.num_in * self.num * self.share
 
 
 def estimate(
@@ -72,37 +68,47 @@ def estimate(
     Raises:
         ValueError: there are no decoder blocks, or no linear layers in them.
     """
-    inputs: dict[tuple[_LayerInput, ...], int] = {}  # of each kind of block, with its bytes
+    num_active, kinds = _num_active(text_config(model)), dict[tuple[_LayerInput, ...], int]()  # of blocks
     for _, block in decoder_blocks(model):
         if linears := list(linear_layers(block).values()):
-            inputs[tuple(_inputs(linears, text_config(model)))] = num_bytes(block)
-    if not inputs:
+            kinds[tuple(_inputs(linears, num_active))] = num_bytes(block)
+    if not kinds:
         raise ValueError(f"the blocks of {type(model).__name__} hold no linear layer")
-    hidden = next(iter(inputs))[0].num_in
-    itemsize = next(model.parameters()).element_size()
-    num_streams = 2 if recipe.targets == "dense" else 1
+    hidden, itemsize = next(iter(kinds))[0].num_in, next(model.parameters()).element_size()
+    updates, has_dense = recipe.updates_weights, recipe.targets == "dense"
     num_tokens = -(-num_windows // num_ranks) * length
     batch_bytes = itemsize * min(num_tokens, max(length, tokens_together(model, batch_tokens)))
-    gathered = max(inputs.values()) if num_ranks > 1 else 0
-    work = 0.0
-    for of_block, size in inputs.items():
-        sums, waves = (
-            _sum_bytes([of for of in of_block if of.goes_by_tokens(recipe) is routed], recipe, expert_memory)
-            for routed in (False, True)
-        )
-        run = batch_bytes * max((of.num_in + of.num_out) * of.num * of.share for of in of_block)
-        widest = max(of.num_in for of in of_block) ** 2 if recipe.updates_weights else 0
-        graph = batch_bytes * sum(of.num_out * of.num * of.share for of in of_block)
-        fit = size * (1 + 4 / itemsize) + size / num_ranks * (1 + _FITTED / itemsize) + graph
+    gathered = max(kinds.values()) if num_ranks > 1 else 0
+
+    def sum_bytes(inputs: Sequence[_LayerInput]) -> float:
+        """Return the bytes of the sums that are there at a time, float64: of an input, or of all of a block."""
+        if not updates:
+            return 16.0 * sum(one.num * one.num_in for one in inputs)
+        sizes = []
+        for one in inputs:
+            towards = one.num_in * (one.num_out if one.adds else one.num_in) if has_dense else 0
+            size = 8 * (one.num_in**2 + towards)
+            sizes.append(max(size, min(expert_memory, one.num * size)))
+        return max(sizes, default=0.0) if recipe.sequential == "layer" else sum(sizes)
+
+    work = kept = 0.0
+    for inputs, size in kinds.items():
+        # Tokens of experts are kept, and summed in waves once the block has run.
+        routed = [one for one in inputs if one.is_routed and updates]
+        sums, waves = sum_bytes([one for one in inputs if one not in routed]), sum_bytes(routed)
+        run = batch_bytes * max((one.num_in + one.num_out) * one.num * one.share for one in inputs)
+        widest = max(one.num_in for one in inputs) ** 2 if updates else 0
         work = max(work, gathered + sums + run, 1.5 * max(sums, waves) + _FACTORS * widest)
-        work = max(work, fit) if recipe.refit == "block" else work
+        if recipe.refit == "block":
+            graph = batch_bytes * sum(one.num_out * one.num * one.share for one in inputs)
+            work = max(work, size * (1 + 4 / itemsize) + size / num_ranks * (1 + _FITTED / itemsize) + graph)
+        dense = sum(hidden if one.adds else one.width for one in inputs) if has_dense else 0
+        kept = max(kept, dense + sum(one.width for one in routed))
     return {
         "shard of the weights": num_bytes(model) // num_ranks,
         "gathered block": gathered,
-        "hidden states": num_tokens * itemsize * hidden * num_streams,
-        "inputs of a block": int(
-            num_tokens * itemsize * max(_num_kept(of_block, hidden, recipe) for of_block in inputs)
-        ),
+        "hidden states": num_tokens * itemsize * hidden * (2 if has_dense else 1),
+        "inputs of a block": int(num_tokens * itemsize * kept),
         "sums, factors and fit": int(work - gathered),  # it is not gathered while layers are solved
     }
 
@@ -133,50 +139,31 @@ def explaining_memory(make: Callable[[], Mapping[str, int]]) -> Iterator[None]:
         raise
 
 
-def _sum_bytes(inputs: Sequence[_LayerInput], recipe: Recipe, expert_memory: int) -> float:
-    """Return the bytes of the sums that are there at a time, float64: of an input, or of all of a block."""
-    if not recipe.updates_weights:
-        return 16.0 * sum(of.num * of.num_in for of in inputs)
-    sizes = [8 * of.num_sums(recipe) for of in inputs]
-    all_experts = [max(size, min(expert_memory, of.num * size)) for of, size in zip(inputs, sizes, strict=True)]
-    return max(all_experts, default=0.0) if recipe.sequential == "layer" else sum(all_experts)
+def _num_active(config: Any) -> int:
+    """Return how many experts a token goes to."""
+    said = next((said for name in _EXPERTS_A_TOKEN if (said := getattr(config, name, None))), _USUAL_EXPERTS)
+    return max(said) if isinstance(said, list | tuple) else int(said)
 
 
-def _num_kept(inputs: Sequence[_LayerInput], hidden: int, recipe: Recipe) -> float:
-    """Return how many features of a token are kept: those of the dense model, and what experts are given."""
-    dense = sum(hidden if of.adds else of.num_in * of.num * of.share for of in inputs)
-    routed = sum(of.num_in * of.num * of.share for of in inputs if of.goes_by_tokens(recipe))
-    return (dense if recipe.targets == "dense" else 0) + routed
-
-
-def _inputs(linears: Sequence[LinearLayer], config: Any) -> Iterator[_LayerInput]:
+def _inputs(linears: Sequence[LinearLayer], num_active: int) -> Iterator[_LayerInput]:
     """Yield the inputs of a block's ``linears``, in the order of its modules.
 
     Which layers share an input, and which add to hidden states, shows only when a block runs. Here a rule says it: of
     the layers of one module the last that puts out as many features as hidden states have adds to these, and the
     others share an input if they take equally many features.
     """
-    hidden = linears[0].num_in
     modules: dict[str, dict[str, list[LinearLayer]]] = {}  # by the module's name, by the layer's; experts are one kind
     for linear in linears:
         kind = kind_of(linear.name if linear.expert is None else linear.parameter_path)
         modules.setdefault(kind.rpartition(".")[0], {}).setdefault(kind, []).append(linear)
     for module in modules.values():
-        *others, last = module.values()
-        if last[0].num_out != hidden:
-            others, last = [*others, last], []
-        for num_in in dict.fromkeys(layers[0].num_in for layers in others):
-            yield _input([layers for layers in others if layers[0].num_in == num_in], config)
-        if last:
-            yield _input([last], config, adds=not last[0].is_routed)
-
-
-def _input(kinds: Sequence[Sequence[LinearLayer]], config: Any, *, adds: bool = False) -> _LayerInput:
-    """Return the input that layers of ``kinds`` share, those of an expert each."""
-    first, num_out = kinds[0][0], sum(layers[0].num_out for layers in kinds)
-    if not first.is_routed:
-        return _LayerInput(first.num_in, num_out, adds)
-    num = len(kinds[0])
-    said = next((said for name in _EXPERTS_A_TOKEN if (said := getattr(config, name, None))), _USUAL_EXPERTS)
-    num_active = max(said) if isinstance(said, list | tuple) else int(said)
-    return _LayerInput(first.num_in, num_out, num=num, share=min(num_active, num) / num, is_routed=True)
+        shared: dict[tuple[int, bool], list[list[LinearLayer]]] = {}
+        for kind, layers in module.items():
+            adds = kind == [*module][-1] and layers[0].num_out == linears[0].num_in
+            shared.setdefault((layers[0].num_in, adds), []).append(layers)
+        for (num_in, adds), kinds in shared.items():
+            num, num_out = len(kinds[0]), sum(layers[0].num_out for layers in kinds)
+            if kinds[0][0].is_routed:
+                yield _LayerInput(num_in, num_out, num=num, share=min(num_active, num) / num, is_routed=True)
+            else:
+                yield _LayerInput(num_in, num_out, adds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -43,6 +44,11 @@ class WalkPlan:
     healed: Mapping[int, str] = field(default_factory=dict)
     expert_memory: int = EXPERT_MEMORY  # bytes of the sums of routed layers that a rank has at a time
     axis: Axis | None = None
+
+    @cached_property
+    def owned(self) -> dict[str, bool]:
+        """Whether this rank counts a parameter, by its name in the model."""
+        return {shard.name: shard.owned for shard in self.shards}
 
     @property
     def facts(self) -> dict[str, str]:
