@@ -130,7 +130,7 @@ REFUSED: list[Row] = [
     (partial(shrink, heads=2, kv_groups=1), ValueError, "remove one of them, then the other"),
     (partial(shrink, mlp=0.5, criterion="best"), ValueError, "best"),
     (partial(shrink, layers=2, layer_criterion="angle"), ValueError, "angle"),
-    (partial(shrink, layers=5), ValueError, "layers: 5 of 3 cannot stay"),
+    (partial(shrink, layers=5), ValueError, "layers: 5 of the 3 cannot stay"),
     (partial(shrink, parameters=1.5), ValueError, "1.5 is neither a number from 1 on nor a share in"),
     (partial(shrink, parameters=0), ValueError, "0 is neither a number"),
     (partial(shrink, parameters=10**9), ValueError, "not more than 1,000,000,000: there is none to remove"),

@@ -23,7 +23,7 @@ LINES = {
     "oneshot": (1948, 1440),
     "patterns": (1516, 690),
     "pruning": (1421, 960),
-    "removal": (1634, 1160),
+    "removal": (1541, 1160),
     "scores": (395, 350),
     "selection": (487, 520),
     "shards": (1175, 1030),

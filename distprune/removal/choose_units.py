@@ -29,8 +29,8 @@ from distprune.patterns.census import check_parts
 from distprune.patterns.unstructured import Unstructured
 from distprune.pruning.agreement import agreeing
 from distprune.removal.criteria import Criterion, CriterionName, criterion_of
-from distprune.removal.plan import Kept
 from distprune.removal.readers import find_norms, find_readers
+from distprune.removal.rebuild import Kept
 from distprune.removal.remover import Refit, UnitRemover
 from distprune.shards.geometry import indices_of
 from distprune.shards.layouts import local_shard

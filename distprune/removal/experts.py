@@ -20,8 +20,8 @@ from distprune.models.experts import expert_inputs, expert_matrix
 from distprune.models.matrices import expert_weights
 from distprune.models.units import Units, find_all_units
 from distprune.oneshot.plan import blocks_to_walk, check_samples
-from distprune.removal.plan import Kept
 from distprune.removal.readers import num_to_keep
+from distprune.removal.rebuild import Kept
 from distprune.shards.device import are_finite
 
 ExpertCriterion = Literal["output", "usage"]

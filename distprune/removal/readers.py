@@ -15,7 +15,7 @@ from distprune.collectives.base import Communicator
 from distprune.models.linear_layers import LinearLayer, expert_place, linear_layers
 from distprune.models.units import Cut, UnitKind, Units, find_all_units, find_units
 from distprune.oneshot.block_layers import BlockLayers
-from distprune.removal.plan import check_ascending
+from distprune.removal.rebuild import check_ascending
 from distprune.shards.device import fetched
 from distprune.shards.geometry import indices_of
 from distprune.shards.local_shard import LocalShard
@@ -102,27 +102,29 @@ def find_readers(
     return readers
 
 
-def num_to_keep(units: Units, share: int | float, name: str) -> int:
-    """Return how many of ``units`` stay: a number, or a share of them, rounded to as many in each group. Local.
+def num_to_keep(units: Units, size: int | float, place: str) -> int:
+    """Return how many of ``units`` at ``place`` stay, as many of each group; raises as :func:`number_of`. Local."""
+    return number_of(size, units.num_units, units.kind, f" of {place!r}", units.num_groups, units.min_kept)
+
+
+def number_of(size: int | float, num_all: int, kind: str, where: str = "", num_groups: int = 1, least: int = 1) -> int:
+    """Return how many of ``num_all`` stay: ``size``, or as a float a share, rounded to as many of each group. Local.
 
     Raises:
-        TypeError: ``share`` is no number.
-        ValueError: more than are there, none, or not as many in each group; it says which are possible.
+        TypeError: ``size`` is no number.
+        ValueError: more than are there, too few, or not as many of each group; it says which are possible.
     """
-    if isinstance(share, bool) or not isinstance(share, int | float):
-        raise TypeError(f"keep {units.kind}: a number of units or a share of them, not {share!r}")
-    num_groups, size = units.num_groups, units.num_units // units.num_groups
-    if isinstance(share, float):
-        if not 0 < share <= 1:
-            raise ValueError(f"keep {units.kind}: the share {share} is not in (0, 1]")
-        return max(1, round(share * size)) * num_groups
-    if not 1 <= share <= units.num_units or share % num_groups:
-        multiples = "" if num_groups == 1 else f"multiples of {num_groups}, one for each group, "
+    if isinstance(size, bool) or not isinstance(size, int | float):
+        raise TypeError(f"{kind}: a number of units or a share of them, not {size!r}")
+    if isinstance(size, float) and not 0 < size <= 1:
+        raise ValueError(f"{kind}: the share {size} is not in (0, 1]")
+    num = max(1, round(size * (num_all // num_groups))) * num_groups if isinstance(size, float) else size
+    if not least <= num <= num_all or num % num_groups:
+        multiples = "" if num_groups == 1 else f"multiples of {num_groups}, one for each group, from "
         raise ValueError(
-            f"keep {units.kind}: {share} of the {units.num_units} of {name!r} cannot stay; possible are {multiples}"
-            f"up to {units.num_units}"
+            f"{kind}: {size} of the {num_all}{where} cannot stay; possible are {multiples}{least} to {num_all}"
         )
-    return share
+    return num
 
 
 def _last_mlp(block: nn.Module, linears: Mapping[str, LinearLayer]) -> Units | None:

@@ -29,8 +29,7 @@ from distprune.removal.choose_units import choose_units, resolved_refit
 from distprune.removal.criteria import Criterion, CriterionName
 from distprune.removal.experts import ExpertCriterion, choose_experts
 from distprune.removal.layers import LayerCriterion, Progress, order_layers
-from distprune.removal.plan import Kept
-from distprune.removal.rebuild import remove_layers, remove_units
+from distprune.removal.rebuild import Kept, remove_layers, remove_units
 from distprune.removal.remover import Refit
 from distprune.removal.sizes import Sizes
 from distprune.removal.trials import Division, Recall, divide_budget, make_anew, say_nothing

@@ -21,8 +21,8 @@ from typing_extensions import override
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.find_shards import check_model, count_parameters
 from distprune.models.units import UNIT_KINDS, UnitKind, Units, find_all_units
-from distprune.removal.plan import Kept, check_layers, cut_shapes, plan_units, select_units, step_of
-from distprune.removal.readers import num_to_keep
+from distprune.removal.readers import num_to_keep, number_of
+from distprune.removal.rebuild import Kept, check_layers, cut_shapes, plan_units, select_units, step_of
 
 _EVEN = 16  # MLP widths are multiples of it, as far as those before are: matrix products are faster
 
@@ -76,14 +76,7 @@ class Sizes:
             ValueError: none, or more than are there.
         """
         num_all = len(decoder_blocks(model))
-        if self.layers is None:
-            return num_all
-        if isinstance(self.layers, float) and not 0 < self.layers <= 1:
-            raise ValueError(f"layers: the share {self.layers} is not in (0, 1]")
-        num = max(1, round(self.layers * num_all)) if isinstance(self.layers, float) else self.layers
-        if not 1 <= num <= num_all:
-            raise ValueError(f"layers: {num} of {num_all} cannot stay; possible are 1 to {num_all}")
-        return num
+        return num_all if self.layers is None else number_of(self.layers, num_all, "layers")
 
     def some_units(self, model: nn.Module) -> Kept:
         """Return units of ``model`` as many as are to stay, the first of each group. Local.

@@ -162,10 +162,10 @@ def test_killed_when_it_has_taken_the_place_of_another(job: ShrinkJob, tmp_path:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"mlp": 29}, "29 of the 28 of 'model.layers.0.mlp' cannot stay; possible are up to 28"),
-        ({"heads": 3}, "possible are multiples of 2, one for each group, up to 4"),
+        ({"mlp": 29}, "29 of the 28 of 'model.layers.0.mlp' cannot stay; possible are 1 to 28"),
+        ({"heads": 3}, "possible are multiples of 2, one for each group, from 1 to 4"),
         ({"heads": None, "experts": 2}, "no experts to remove"),
-        ({"layers": 5}, "layers: 5 of 4 cannot stay; possible are 1 to 4"),
+        ({"layers": 5}, "layers: 5 of the 4 cannot stay; possible are 1 to 4"),
         ({"layers": 0.0}, r"the share 0.0 is not in \(0, 1\]"),
         ({"kv_groups": 1}, "remove one of them, then the other"),
         ({"mlp": None, "heads": None, "layers": None}, "there is nothing to remove"),

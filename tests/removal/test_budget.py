@@ -287,7 +287,7 @@ def test_ranks_divide_as_one_does(asked: dict[str, Any], worlds: list[tuple[int,
         ({"parameters": 100}, "100 cannot be met; the least possible is [0-9,]+ .mlp 8, kv_groups 1, layers 1."),
         ({"parameters": 0.3, "mlp": 0.9, "layers": 3}, "cannot be met; the least possible is [0-9,]+ .kv_groups 1.$"),
         ({"parameters": 9000, "mlp": 8, "layers": 3, "heads": 2}, "least possible is [0-9,]+ .nothing else can leave"),
-        ({"parameters": 0.9, "layers": 4}, "layers: 4 of 3 cannot stay"),
+        ({"parameters": 0.9, "layers": 4}, "layers: 4 of the 3 cannot stay"),
     ],
 )
 @pytest.mark.sampled(3)

@@ -16,8 +16,7 @@ from typing_extensions import override
 from distprune.oneshot.report import BlockReport
 from distprune.removal.choose_units import choose_units
 from distprune.removal.criteria import Criterion, UnitEvidence
-from distprune.removal.plan import Kept
-from distprune.removal.rebuild import remove_units
+from distprune.removal.rebuild import Kept, remove_units
 from tests.architectures import samples, tiny_model
 from tests.oneshot.alike import sharded
 from tests.oneshot.test_tensor_parallel import make as make_plan, wrapped

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from distprune.collectives.communicator import communicator
 from distprune.models.decoder_blocks import decoder_blocks
-from distprune.removal.plan import Kept
 from distprune.removal.rebuild import remove_layers, remove_units
 from tests.architectures import samples, tiny_model
 from tests.removal.layouts import LAYOUTS, PLANS
@@ -211,19 +210,6 @@ def test_layers_leave_a_sharded_model_that_trains_on(layout: str) -> None:
         assert found.keys() == expected.keys()
         for key, tensor in expected.items():
             assert torch.allclose(found[key], tensor, atol=1e-4, rtol=1e-3), key
-
-
-def test_heads_and_their_groups_leave_at_once() -> None:
-    heads: Kept = {("model.layers.0", "heads", "self_attn"): torch.tensor([1, 2, 5, 6])}
-    groups: Kept = {("model.layers.0", "kv_groups", "self_attn"): torch.tensor([0, 2])}
-    at_once, in_turn = (tiny_model("llama", **{**SCRIPTS["llama"].sizes, "num_hidden_layers": 1}) for _ in range(2))
-    remove_units(at_once, {**heads, **groups})
-    remove_units(in_turn, heads)
-    remove_units(in_turn, groups)
-    queries = at_once.get_parameter("model.layers.0.self_attn.q_proj.weight")
-    assert queries.shape == (8, 32)  # heads 1 and 5
-    assert torch.equal(queries, in_turn.get_parameter("model.layers.0.self_attn.q_proj.weight"))
-    assert torch.equal(at_once(TOKENS).logits, in_turn(TOKENS).logits)
 
 
 @pytest.mark.whole
