@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "distprune"
 LINES = {
     ".": (416, 320),
     "calibration": (1900, 1350),
-    "checkpoint": (1523, 1180),
+    "checkpoint": (1503, 1180),
     "cli": (583, 410),
     "collectives": (675, 640),
     "jobs": (2097, 1280),

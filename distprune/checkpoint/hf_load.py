@@ -287,7 +287,7 @@ def build_on_meta(directory: HfDirectory, dtype: torch.dtype | None = None) -> t
                     f"and stored as {' and '.join(map(str, stored))}: say which it is to have (dtype=..., --dtype)"
                 )
             state[name].data = state[name].data.to(next(iter(stored)))
-    check_tensors(state, directory, regions)
+    check_tensors(state, path, regions)
     return model, regions
 
 

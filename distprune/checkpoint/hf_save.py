@@ -269,32 +269,16 @@ def _tensors_left(
     absent = [name for name in new_names.values() if name not in state]
     if absent:
         raise ValueError(f"the model has no {absent[:5]} ({len(absent)} in all), which {source.path} holds")
-    check_complete(state, source, new_names.values())
+    check_complete(state, source.path, new_names.values())
     shapes = {old: tuple(state[name].shape) for old, name in new_names.items()}
     if shapes == {name: extents(parts) for name, parts in regions_by_name(regions.values()).items()}:
         return {stored: (source.tensors[stored][1].shape, parts) for stored, parts in regions.items()}, None
-    smaller = _model_of_config(model, state)
+    smaller = build_like(model, copy.deepcopy(model.config))
     stored_shapes = {stored: shape for stored, shape in fitted(regions, shapes).items() if stored in stored_names}
     now = model_regions(smaller, {stored_names[old]: shape for old, shape in stored_shapes.items()}, source.path)
-    check_tensors(smaller.state_dict(keep_vars=True), source, now)
+    check_tensors(smaller.state_dict(keep_vars=True), f"this {type(model).__name__}", now)
     tensors = {stored: (shape, now[stored_names[stored]]) for stored, shape in stored_shapes.items()}
     return tensors, json.loads(model.config.to_json_string())
-
-
-def _model_of_config(model: Any, state: Mapping[str, torch.Tensor]) -> nn.Module:
-    """Return what the config of ``model`` makes, on the meta device, which has these tensors.
-
-    Raises:
-        ValueError: it makes others, or of other shapes.
-    """
-    made = build_like(model, copy.deepcopy(model.config))
-    shapes, wanted = ({name: list(t.shape) for name, t in tensors.items()} for tensors in (state, made.state_dict()))
-    for name in sorted(shapes.keys() | wanted.keys()):
-        if shapes.get(name) != wanted.get(name):
-            raise ValueError(
-                f"tensor {name!r} is {shapes.get(name)} in the model, and its config makes {wanted.get(name)}"
-            )
-    return made
 
 
 def _renumbered(name: str, old: str, new: str) -> str:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from distprune.checkpoint.hf_directory import HfDirectory
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.regions import Region, extents, regions_by_name
 
@@ -181,32 +180,31 @@ def model_regions(model: Any, shapes: Mapping[str, Sequence[int]], path: Path) -
     return {stored: regions[stored] for stored in shapes if stored in regions}
 
 
-def check_tensors(state: Mapping[str, torch.Tensor], directory: HfDirectory, regions: Regions) -> None:
-    """Check that every tensor of ``state`` is in the directory, under one of its names at least. Local.
+def check_tensors(state: Mapping[str, torch.Tensor], where: object, regions: Regions) -> None:
+    """Check that every tensor of ``state``, of a config's model, is there, under one of its names at least. Local.
+
+    ``where``: what holds the tensors of ``regions``.
 
     Raises:
         ValueError: one is not, or has another shape there.
     """
     by_name = regions_by_name(regions.values())
-    check_complete(state, directory, by_name)
+    check_complete(state, where, by_name)
     for name, parts in by_name.items():
         shape, wanted = list(extents(parts)), list(state[name].shape)
         if shape != wanted:
             stored = [*dict.fromkeys(region.stored for region in parts)]
             raise ValueError(
-                f"tensor {name!r} is {wanted} in the model, and {shape} in {directory.path}, which makes it of "
-                f"{stored[:5]}"
+                f"tensor {name!r}, made of {stored[:5]}, is {shape} in {where}, and {wanted} in the model of its config"
             )
 
 
-def check_complete(state: Mapping[str, torch.Tensor], directory: HfDirectory, names: Iterable[str]) -> None:
-    """Raise a ValueError unless every tensor of ``state`` has one of the ``names`` that the directory holds. Local."""
+def check_complete(state: Mapping[str, torch.Tensor], where: object, names: Iterable[str]) -> None:
+    """Raise a ValueError unless every tensor of ``state`` has one of the ``names`` that are ``where``. Local."""
     there = set(names)
     missing = [aliases[0] for aliases in names_by_tensor(state) if not there.intersection(aliases)]
     if missing:
-        raise ValueError(
-            f"{directory.path} lacks {len(missing)} tensors that the model calls for: missing {missing[:5]}"
-        )
+        raise ValueError(f"{where} lacks {len(missing)} tensors that the model calls for: missing {missing[:5]}")
 
 
 def names_by_tensor(state: Mapping[str, torch.Tensor]) -> list[list[str]]:

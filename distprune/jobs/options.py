@@ -15,7 +15,7 @@ import torch
 
 from distprune.calibration.own_words import SELF
 from distprune.checkpoint.output_lock import RESULT_NAME, unfinished_of
-from distprune.checkpoint.replaceable import check_output
+from distprune.checkpoint.outputs import check_output
 from distprune.patterns.base import Pattern
 
 REPORT_NAME = "report.json"

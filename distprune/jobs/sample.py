@@ -14,8 +14,7 @@ from distprune.calibration.own_words import TOP_K, own_words
 from distprune.checkpoint.hf_directory import open_together
 from distprune.checkpoint.hf_load import load_model, load_tokenizer, mesh_of
 from distprune.checkpoint.hub import name_of_model, resolve_model
-from distprune.checkpoint.outputs import writing
-from distprune.checkpoint.replaceable import check_file
+from distprune.checkpoint.outputs import check_file, writing
 from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import communicator
 from distprune.jobs.options import DTYPES, FILES, MOST, WINDOWS, BareJob, ask, asked

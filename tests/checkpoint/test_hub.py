@@ -24,9 +24,6 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 def test_a_directory_is_itself(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path)) == tmp_path
-
-
-def test_neither_directory_nor_hub_id() -> None:
     with pytest.raises(FileNotFoundError, match=r"is called org/name or org/name@revision"):
         resolve_model("smollm3")
 

@@ -97,7 +97,7 @@ MISHAPS: dict[str, tuple[Callable[[Path], Path], bool, type[Exception], str]] = 
     "a directory": (is_directory, True, IsADirectoryError, "is a directory; name a file"),
     "below a file": (is_below_a_file, True, FileNotFoundError, "there is no directory"),
     "nowhere": (is_nowhere, True, FileNotFoundError, "there is no directory"),
-    "a folder that takes no file": (lambda _: Path("/proc") / NAME, True, OSError, "cannot be|0 free"),
+    "a folder that takes no file": (lambda _: Path("/proc") / NAME, True, OSError, "cannot be|0 bytes free"),
 }
 
 

@@ -88,18 +88,6 @@ def test_not_writable() -> None:
             pass
 
 
-def test_filled_by_another_job_meanwhile(tmp_path: Path) -> None:
-    def write() -> None:
-        with writing(tmp_path / "out") as staging:
-            (staging / "new").write_text("new")
-            (tmp_path / "out").mkdir()
-            (tmp_path / "out" / "theirs").write_text("theirs")
-
-    with pytest.raises(FileExistsError, match="meanwhile"):
-        write()
-    assert content(tmp_path) == {"out/theirs": "theirs"}
-
-
 def test_a_rank_lost_meanwhile_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     comm, num_asked = Alone(), 0
 

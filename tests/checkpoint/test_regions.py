@@ -107,6 +107,8 @@ def test_shapes_that_are_left(changed: dict[str, Shape], expected: dict[str, Sha
     before |= {"q": (6,), "k": (2,), "both": (3, 10)}
     left = {stored: shape for stored, shape in {**before, **expected}.items() if shape is not None}
     assert fitted(REGIONS, {**SHAPES, **changed}) == left
+    with pytest.raises(NotImplementedError, match=r"'line' is stored in 2 parts, 'q' among them, .* where dim 0 is 4"):
+        fitted(REGIONS, {**SHAPES, "line": (4,)})
 
 
 @pytest.mark.parametrize("region", [Region.whole("s", "s", ()), *REGIONS["both"], *REGIONS["w3.1"]], ids=str)
@@ -123,8 +125,3 @@ def test_a_part_of_a_shard_is_a_view_of_it(region: Region) -> None:
     part.local.zero_()
     assert not box.any()
     assert tensor.any() or not shape
-
-
-def test_unequal_parts_keep_their_size() -> None:
-    with pytest.raises(NotImplementedError, match=r"'line' is stored in 2 parts, 'q' among them, .* where dim 0 is 4"):
-        fitted(REGIONS, {**SHAPES, "line": (4,)})

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distprune.checkpoint.replaceable import check_output
+from distprune.checkpoint.outputs import check_output
 from tests.checkpoint.test_outputs import make_old
 
 

@@ -33,16 +33,16 @@ def names(of: nn.Module) -> list[str]:
 
 
 def test_a_list_and_a_dictionary_with_numbered_keys() -> None:
-    assert [name for name, _ in decoder_blocks(model(layers=nn.ModuleList([block(), block()])))] == [
-        "layers.0",
-        "layers.1",
-    ]
+    two = model(layers=nn.ModuleList([block(), block()]))
+    assert [name for name, _ in decoder_blocks(two)] == ["layers.0", "layers.1"]
     stage = model(layers=numbered("4", "5"))  # as torchtitan keeps them, on the second of two stages
     assert [name for name, _ in decoder_blocks(stage)] == ["layers.4", "layers.5"]
     assert names(stage) == ["layers.4.0.weight", "layers.5.0.weight"]  # and not the head
 
 
 def test_a_dictionary_of_parts_is_no_list() -> None:
+    with pytest.raises(ValueError, match="no decoder blocks in Linear"):
+        decoder_blocks(nn.Linear(2, 2))
     tower = model(encoder=block(), trunk=nn.ModuleDict({"wte": nn.Embedding(9, 4), "h": nn.ModuleList([block()])}))
     assert [name for name, _ in decoder_blocks(tower)] == ["trunk.h.0"]
 
@@ -84,8 +84,3 @@ def test_towers_of_transformers() -> None:
         pytest.raises(ValueError, match="input_ids"),
     ):
         prune_blocks(t5, samples(1), method="wanda", pattern=NByM(2, 4))
-
-
-def test_no_blocks() -> None:
-    with pytest.raises(ValueError, match="no decoder blocks in Linear"):
-        decoder_blocks(nn.Linear(2, 2))

@@ -24,11 +24,6 @@ def test_the_same_targets_as_the_model_has(architecture: str) -> None:
     assert set(found(names)) == {shard.name for shard in find_shards(model).shards}
 
 
-def test_numbers_are_read_as_numbers() -> None:
-    names = {f"layers.{layer}.up.weight": (2, 2) for layer in (10, 2, 0)}
-    assert found(names) == [f"layers.{layer}.up.weight" for layer in (0, 2, 10)]
-
-
 def test_embeddings_and_integers_stay() -> None:
     names = {
         "embed_tokens.weight": (9, 4),
@@ -40,9 +35,8 @@ def test_embeddings_and_integers_stay() -> None:
     assert found(names) == ["block.0.attention.q.weight"]
     assert found({"up.weight": (4, 4), "embed.weight": (9, 4)}) == ["up.weight"]  # no blocks: anywhere
     assert found(names, torch.int32) == []
-
-
-def test_of_two_towers_the_larger_is_meant() -> None:
-    names = {"vision.layers.0.up.weight": (2, 2), "text.layers.0.up.weight": (4, 4)}
+    of_layers = {f"layers.{layer}.up.weight": (2, 2) for layer in (10, 2, 0)}  # numbers are read as numbers
+    assert found(of_layers) == [f"layers.{layer}.up.weight" for layer in (0, 2, 10)]
     with pytest.warns(UserWarning, match="'vision.layers' are left as they are"):
-        assert found(names) == ["text.layers.0.up.weight"]
+        of_towers = found({"vision.layers.0.up.weight": (2, 2), "text.layers.0.up.weight": (4, 4)})
+    assert of_towers == ["text.layers.0.up.weight"]
