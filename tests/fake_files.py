@@ -76,9 +76,7 @@ def plan_to_stream(model: nn.Module, comm: EqualRanks) -> int:
         request = Request(NamedWeights(stored.found), None, "magnitude", "2:4", None, 0, None)
         pruning = StreamedPruning(comm, request, stored.values(tensors))
         writer = FileWriter(files, directory, stored, pruning, tensors)
-        plans = [writer.plan(file, file.path) for file in directory.weight_files]
-        parts = [(entry, *part) for plan in plans for entry in plan.tensors for part in writer._parts(entry)]
-        return sum(len([*writer._pieces(*part)]) for part in parts)
+        return sum(len([*writer.work(writer.plan(file, file.path))]) for file in directory.weight_files)
 
 
 # What is counted and timed, by name.

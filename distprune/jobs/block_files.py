@@ -37,30 +37,21 @@ class BlockFiles:
         self._stored = self._writer.by_module(names)
         self._names = {index: names[index] for index in (range(len(names)) if layers is None else layers)}
         self.resumed_at = len(self._names)
-        self._goes_on = any(files.known(name) is not None for name in self._names.values())
         with together(run.comm):
             if run.comm.rank == 0:
                 folder.mkdir(exist_ok=True)
-                sizes = {name: self._writer.num_bytes(stored) for name, stored in self._stored.items()}
-                check_room(folder, sum(size for name, size in sizes.items() if not self._path(name).exists()))
+                left = [stored for name, stored in self._stored.items() if not self._path(name).exists()]
+                check_room(folder, sum(map(self._writer.num_bytes, left)))
 
     def _path(self, name: str) -> Path:
         return self._folder / (f"{name}.safetensors" if name else _OTHERS)
 
     def finished(self, index: int) -> bool:
-        """Read block ``index`` back if it is done. What ``prune_blocks`` calls; every rank."""
-        number, name, say = list(self._names).index(index), self._names[index], self._run.reporter.say
-        if self._files.known(name) is not None:
-            if self._restore(name):
-                return True
-            say(f"{self._path(name)} is missing or damaged: {name} is pruned again")
-        if self._goes_on:
-            say(f"going on at block {number} of {len(self._names)}")
-        self.resumed_at = number
-        return False
+        """Read block ``index`` back if it is done. What ``prune_blocks`` calls; every rank.
 
-    def _restore(self, name: str) -> bool:
-        """Read a block back, unless its file is damaged. Every rank must call it: one round of 16 bytes."""
+        One round of 16 bytes.
+        """
+        number, name, say = list(self._names).index(index), self._names[index], self._run.reporter.say
 
         def read(num_damaged: torch.Tensor) -> None:
             try:
@@ -68,7 +59,14 @@ class BlockFiles:
             except (ValueError, FileNotFoundError):
                 num_damaged += 1
 
-        return not int(sum_together(self._run.comm, (1,), read))
+        if self._files.known(name) is not None:
+            if not int(sum_together(self._run.comm, (1,), read)):
+                return True
+            say(f"{self._path(name)} is missing or damaged: {name} is pruned again")
+        if any(self._files.known(name) is not None for name in self._names.values()):
+            say(f"going on at block {number} of {len(self._names)}")
+        self.resumed_at = number
+        return False
 
     def on_block(self, index: int, report: BlockReport, **more: Any) -> None:
         """Write block ``index`` and record its ``report``, with ``more``. What ``prune_blocks`` calls; every rank.

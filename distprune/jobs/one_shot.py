@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -61,7 +61,7 @@ class OneShotJob(PruningJob, CalibratedJob):
     @override
     def check_asked(self) -> None:
         super().check_asked()
-        self.recipe().resolved()
+        self.recipe()
         self.allocation_or_default()
 
     @override
@@ -70,13 +70,13 @@ class OneShotJob(PruningJob, CalibratedJob):
         return 0 if self.own_words is None and self.method != "admm" else self.own_words
 
     def recipe(self) -> Recipe:
-        """Return what decides the result of the walk, as it is asked for. Local."""
-        return Recipe(**{option.name: getattr(self, option.name) for option in fields(Recipe)})
+        """Return what decides the result of the walk, resolved. Local; raises as :meth:`Recipe.resolved` does."""
+        return Recipe(**self.asked_of(Recipe)).resolved()
 
     def memory(self, model: nn.Module, num_windows: int, num_ranks: int) -> dict[str, int]:
         """Return the bytes that pruning ``model`` takes of each rank, see ``oneshot.estimate``. Local."""
         windows = num_windows, self.sequence_length
-        return estimate(model, self.recipe().resolved(), *windows, num_ranks, self.batch_tokens, self.expert_memory)
+        return estimate(model, self.recipe(), *windows, num_ranks, self.batch_tokens, self.expert_memory)
 
     def allocation_or_default(self) -> Allocation:
         """Return how zeros are shared out among linear maps. Local.
@@ -161,17 +161,10 @@ def run_one_shot_job(
         pattern = as_pattern(job.pattern, job.sparsity)
         pattern = pattern.within("tensor") if pattern.has_scope else pattern  # each linear map by itself
         shared_out = pattern if shares is None else replace(pattern, sparsity=shares)  # type: ignore[type-var]
+        how = {**job.asked_of(prune_blocks), "pattern": shared_out, "sparsity": None}
         with run.stage("prune", "pruning block by block"):
             report = prune_blocks(
-                model,
-                samples,
-                **vars(replace(job.recipe(), pattern=shared_out, sparsity=None)),
-                group=run.comm,
-                offload=job.offload,
-                batch_tokens=job.batch_tokens,
-                expert_memory=job.expert_memory,
-                finished=blocks.finished,
-                on_block=blocks.on_block,
+                model, samples, **how, group=run.comm, finished=blocks.finished, on_block=blocks.on_block
             )
         by: Allocation = "uniform" if shares is None else "gradients"
         ended = (blocks.reports(), blocks.resumed_at, vars(windows.counts))

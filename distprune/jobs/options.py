@@ -138,6 +138,14 @@ class BareJob:
         """Return all fields as JSON carries them."""
         return {name: repr(of) if isinstance(of, torch.dtype | Pattern) else of for name, of in vars(self).items()}
 
+    def asked_of(self, call: Callable[..., Any]) -> dict[str, Any]:
+        """Return the fields that ``call`` takes as arguments: a job and a call have one grammar.
+
+        But for the model and the samples, which a job names, and a call is given.
+        """
+        names = inspect.signature(call).parameters.keys() - {"model", "samples"}
+        return {name: value for name, value in vars(self).items() if name in names}
+
     def flags(self, *, deciding: bool = False) -> dict[str, Any]:
         """Return :meth:`arguments` under the names of the command line, for the ranks to agree on.
 

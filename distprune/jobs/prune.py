@@ -57,17 +57,7 @@ def run_prune_job(
         files, model = run.begin(), run.load()
         before = run.evaluate(model, "before")
         run.reporter.begin("pruning")
-        pruned = prune_model(
-            model,
-            job.sparsity,
-            score=job.method,
-            pattern=job.pattern,
-            scope=job.scope,
-            seed=job.seed,
-            include=job.include,
-            exclude=job.exclude,
-            group=run.comm,
-        )
+        pruned = prune_model(model, score=job.method, **job.asked_of(prune_model), group=run.comm)
         run.seconds["prune"] = pruned.seconds
         after = run.evaluate(model, "after")
         run.save(model, files.result)

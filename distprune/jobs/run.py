@@ -10,11 +10,10 @@ lock of the output removes it.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -323,17 +322,15 @@ def _read_records(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _make_folder(folder: Path, recipe: Mapping[str, Any]) -> None:
-    """Make the folder with its recipe, which comes last. Local; for one rank."""
+    """Make the folder with its recipe, and what will be the output last. Local; for one rank."""
     if (folder / RECIPE_NAME).exists():  # killed before anything was recorded
         remove_tree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     remove_tree(partial_of(folder / RECIPE_NAME))
-    for left in (folder / RESULT_NAME, folder):  # killed before there was a recipe: nothing is in it
-        with suppress(OSError):
-            left.rmdir()
-    if os.path.lexists(folder):
+    if any(folder.iterdir()):
         raise FileExistsError(f"{folder} holds more than a job has written; move it away")
-    (folder / RESULT_NAME).mkdir(parents=True)
     write_whole(folder / RECIPE_NAME, json.dumps({"value": recipe}).encode())
+    (folder / RESULT_NAME).mkdir()
 
 
 def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], resume: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import partial
 
 import torch.distributed as dist
@@ -64,7 +63,7 @@ class ShrinkJob(CalibratedJob):
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(**{of.name: getattr(self, of.name) for of in fields(Sizes)})
+        return Sizes(**self.asked_of(Sizes))
 
     @override
     def check_asked(self) -> None:
@@ -106,21 +105,8 @@ def run_shrink_job(
             walks.append(BlockFiles(run, files, model, files.folder / "blocks", layers))
             return walks[0]
 
-        shrunk = shrink_model(
-            model,
-            samples,
-            **vars(job.sizes),
-            criterion=job.criterion,
-            layer_criterion=job.layer_criterion,
-            expert_criterion=job.expert_criterion,
-            targets=job.targets,
-            target_share=job.target_share,
-            refit=job.refit,
-            group=run.comm,
-            offload=job.offload,
-            batch_tokens=job.batch_tokens,
-            job=ShrinkHooks(files.recall, run.reporter.say, run.stage, begin_walk),
-        )
+        hooks = ShrinkHooks(files.recall, run.reporter.say, run.stage, begin_walk)
+        shrunk = shrink_model(model, samples, **job.asked_of(shrink_model), group=run.comm, job=hooks)
         after = run.evaluate(model, "after")
         run.save(model, files.result, layers=shrunk.layers if len(shrunk.layers) < num_layers_before else None)
         division = shrunk.division

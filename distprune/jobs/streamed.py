@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from threading import Lock
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -47,6 +46,8 @@ from distprune.selection.radix import raise_nans
 from distprune.shards.geometry import Geometry
 from distprune.shards.local_shard import LocalShard, cut
 from distprune.shards.pieces import pieces_of, share_of, within
+
+_Piece: TypeAlias = tuple[TensorEntry, Region, str | None, Geometry]  # of a parameter (None: it is not pruned)
 
 _COPY_NUMEL = 4 << 20
 _MAX_THREADS = 8  # each has some 10 MiB
@@ -126,8 +127,8 @@ def _write(run: Run, files: JobFiles, writer: FileWriter) -> dict[str, list[int]
     # Not their bytes: to read them all takes as long as to prune them. Nodes may have copies of their own.
     stamps = run.comm.broadcast(run.directory.stamps)
     with together(run.comm):
-        found = [_is_written(plan, files.known(plan.path.name), stamps) for plan in plans]
-    left = [i for i, is_written in enumerate(run.comm.broadcast(found)) if not is_written]
+        written = [_is_written(plan, files.known(plan.path.name), stamps) for plan in plans]
+    left = [i for i, is_written in enumerate(run.comm.broadcast(written)) if not is_written]
     for name in (plans[i].path.name for i in left):
         if files.known(name) is not None:
             run.reporter.say(f"{name} is damaged, or other weights were pruned into it: it is pruned again")
@@ -142,15 +143,10 @@ def _write(run: Run, files: JobFiles, writer: FileWriter) -> dict[str, list[int]
             with together(run.comm):
                 files.record(plans[i].path.name, {"source": stamps, "counts": counts})
                 run.reporter.check_here()
-    totals: dict[str, list[int]] = {}
-    for plan in plans:
-        for name, (num_zeros, num_before) in files.known(plan.path.name)["counts"].items():
-            zeros, before = totals.get(name, [0, 0])
-            totals[name] = [zeros + num_zeros, before + num_before]
     with together(run.comm):
         if run.comm.rank == 0:
             write_small_files(run.directory, plans, target)
-    return totals
+    return {name: counts for plan in plans for name, counts in files.known(plan.path.name)["counts"].items()}
 
 
 def _is_written(file: WeightFile, record: Mapping[str, Any] | None, stamps: object) -> bool:
@@ -185,7 +181,7 @@ class FileWriter:
     def write(self, file: WeightFile, tell: Callable[[float], None]) -> dict[str, list[int]]:
         """Write ``file``, whole or not at all; return by parameter how many zeros are in it, and were.
 
-        ``tell`` is called with the share of it that is done.
+        ``tell`` is called with the share of it that is done. Of tied weights the first that is stored counts.
 
         Every rank must call it: three rounds, 24 bytes a parameter in one of them, and the wait for the disk as
         :func:`work_together`.
@@ -196,73 +192,69 @@ class FileWriter:
         """
         comm, beside = self.files.comm, replace(file, path=partial_of(file.path))
         with together(comm):
-            parts = [(entry, *part) for entry in file.tensors for part in self._parts(entry)]
-            names = [*dict.fromkeys(parameter for _, _, parameter in parts if parameter is not None)]
+            there = {entry.name for entry in file.tensors}
+            counts = {name: [0, 0, 0] for name, copies in self.stored.stored.items() if copies[0].stored in there}
             if comm.rank == 0:
                 begin_file(beside)
-        places = {name: place for place, name in enumerate(names)}
-        counts = [[0, 0, 0] for _ in names]  # of this rank
 
         def fill(sums: torch.Tensor) -> None:
-            pieces = [(part, piece) for part in parts for piece in self._pieces(*part)]
-            with beside.path.open("r+b", buffering=0) as opened, _mapping() as each:
-                write = partial(self._write, opened.fileno(), Lock())
-                for number, counted in enumerate(each(write, pieces)):
-                    (_, _, parameter), _ = pieces[number]
-                    if parameter is not None:
-                        before = counts[places[parameter]]
-                        counts[places[parameter]] = [num + more for num, more in zip(before, counted, strict=True)]
-                    tell((number + 1) / len(pieces))
+            work, num_threads = [*self.work(file)], min(torch.get_num_threads(), _MAX_THREADS)
+            with beside.path.open("r+b", buffering=0) as opened, ThreadPoolExecutor(num_threads) as pool:
+                each: Callable[..., Iterator[Any]] = pool.map if num_threads > 1 else map
+                for number, (name, counted) in enumerate(each(partial(self._write, opened.fileno()), work), 1):
+                    if name is not None:
+                        counts[name] = [num + more for num, more in zip(counts[name], counted, strict=True)]
+                    tell(number / len(work))
             self.source.check_unchanged()
-            sums.copy_(torch.tensor(counts, dtype=torch.int64, device="cpu").view(-1, 3))
+            sums.copy_(torch.tensor([*counts.values()], dtype=torch.int64, device="cpu").view(-1, 3))
 
-        totals: list[list[int]] = sum_together(comm, (len(names), 3), fill).tolist()
+        totals: list[list[int]] = sum_together(comm, (len(counts), 3), fill).tolist()
         if any(num_nans for _, _, num_nans in totals):
-            raise_nans(comm, {name: counts[place][2] for name, place in places.items()})
+            raise_nans(comm, {name: num_nans for name, (_, _, num_nans) in counts.items()})
         if self.files.sync:
             work_together(comm, lambda: sync_file(beside.path))
         with together(comm):
             if comm.rank == 0:
                 beside.path.replace(file.path)
-        return {name: [pruned, before] for name, (pruned, before, _) in zip(names, totals, strict=True)}
+        return {name: [pruned, before] for name, (pruned, before, _) in zip(counts, totals, strict=True)}
 
-    def _parts(self, entry: TensorEntry) -> list[tuple[Region, str | None]]:
-        """Return the regions of a stored tensor, each with the parameter that is pruned in it, if one is."""
-        parts = self.stored.parts[entry.name]
-        if all(parameter is None for _, parameter in parts):
-            return [(Region.whole(entry.name, entry.name, entry.shape), None)]
-        return parts
+    def work(self, file: WeightFile) -> Iterator[_Piece]:
+        """Yield this rank's pieces of ``file``: of the parameters that are pruned, and of what is copied. Local."""
+        comm = self.files.comm
+        for entry in file.tensors:
+            parts = self.stored.parts[entry.name]
+            if all(parameter is None for _, parameter in parts):
+                parts = [(Region.whole(entry.name, entry.name, entry.shape), None)]
+            shape = entry.shape or (1,)
+            grain = (1,) * len(shape)
+            share = share_of(shape, grain, comm.rank, comm.size)
+            for region, parameter in parts:
+                if parameter is None:
+                    pieces = pieces_of(within(share, region.stored_bounds or ((0, 1),)), grain, _COPY_NUMEL)
+                else:
+                    pieces = self.pruning.pieces(parameter)
+                yield from ((entry, region, parameter, piece) for piece in pieces)
 
-    def _pieces(self, entry: TensorEntry, region: Region, parameter: str | None) -> Iterator[Geometry]:
-        """Yield this rank's pieces of the parameter that is pruned in ``region``, or of the stored tensor."""
-        if parameter is not None:
-            yield from self.pruning.pieces(parameter)
-            return
-        comm, shape, bounds = self.files.comm, entry.shape or (1,), region.stored_bounds or ((0, 1),)
-        grain = (1,) * len(shape)
-        yield from pieces_of(within(share_of(shape, grain, comm.rank, comm.size), bounds), grain, _COPY_NUMEL)
+    def _write(self, descriptor: int, work: _Piece) -> tuple[str | None, list[int]]:
+        """Write what is left of a piece; return its parameter, how much is pruned, was before, and is NaN.
 
-    def _write(
-        self, descriptor: int, turn: Lock, work: tuple[tuple[TensorEntry, Region, str | None], Geometry]
-    ) -> list[int]:
-        """Write what is left of a piece; return what is pruned, was before, and is NaN, if it counts here."""
-        (entry, region, parameter), piece = work
-        counts = [0, 0, 0]
+        The parameter is ``None`` where nothing counts: of what is copied, and of tied weights after the first.
+        """
+        entry, region, parameter, piece = work
+        name, counts = parameter, [0, 0, 0]
         if parameter is None:
             shard = LocalShard(entry.name, _cut(self.values[entry.name], piece), piece)
         else:
+            left, counts = self.pruning.prune(parameter, piece)
+            shard = _as_stored(region, entry, left, piece)
             first = self.stored.stored[parameter][0].stored
             if entry.name != first:
-                before = _as_stored(region, entry, self.pruning.values(parameter, piece), piece)
+                name, before = None, _as_stored(region, entry, self.pruning.values(parameter, piece), piece)
                 if not torch.equal(before.local, _cut(self.values[entry.name], before.geometry)):
                     raise different_values(self.source.path, first, entry.name)
-            left, counted = self.pruning.prune(parameter, piece)
-            shard = _as_stored(region, entry, left, piece)
-            counts = counted if entry.name == first else counts
         for chunk, places in chunks_of(shard):
-            with turn:  # a system lets one thread at a time write to a file
-                write_chunk(descriptor, entry, chunk, places)
-        return counts
+            write_chunk(descriptor, entry, chunk, places)
+        return name, counts
 
 
 def _as_stored(region: Region, entry: TensorEntry, values: torch.Tensor, piece: Geometry) -> LocalShard:
@@ -273,17 +265,6 @@ def _as_stored(region: Region, entry: TensorEntry, values: torch.Tensor, piece: 
     start = sum(place * math.prod(entry.shape[dim + 1 :]) for dim, place in enumerate(region.stored_start))
     runs = tuple((low + start, high + start) for low, high in piece.dim_runs[0])
     return replace(shard, geometry=Geometry((math.prod(entry.shape),), (runs,)))
-
-
-@contextmanager
-def _mapping() -> Iterator[Callable[..., Iterator[Any]]]:
-    """Yield ``map`` for what waits for no other, beside each other on the cores that torch has for this rank."""
-    num_threads = min(torch.get_num_threads(), _MAX_THREADS)
-    if num_threads == 1:
-        yield map
-        return
-    with ThreadPoolExecutor(num_threads) as pool:
-        yield pool.map
 
 
 def _cut(values: torch.Tensor, piece: Geometry) -> torch.Tensor:

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from distprune.checkpoint.optional_packages import import_extra
-from distprune.collectives.agree import agree
-from distprune.collectives.base import Communicator, as_told, cannot_meet
+from distprune.collectives.agree import together
+from distprune.collectives.base import Communicator
 from distprune.evaluation import Continuation, Progress, log_likelihoods
 
 _EXTRA = "tasks"
@@ -60,35 +60,24 @@ def run_tasks(
     """Return every task's and group's metrics: ``{"arc_easy": {"acc": 0.5, "acc_stderr": 0.01}}``.
 
     Every rank must call it, with the same tasks of :func:`load_tasks`. The rounds of :func:`log_likelihoods` for each
-    kind of request, and one of 64 bytes.
+    kind of request, and one of 64 bytes; what the first rank has found is sent to all.
 
     Raises:
         Exception: on every rank: what a forward, or the harness on one rank, raised.
     """
     harness = import_extra("lm_eval.evaluator", _EXTRA)
-    found: dict[str, dict[str, float]] = {}
-    error: Exception | None = None
+    metrics: dict[str, dict[str, float]] = {}
     # The harness takes every rank for the first, and would draw its bars on each.
     hidden = contextlib.redirect_stderr(io.StringIO()) if comm.rank else contextlib.nullcontext()
-    try:
-        with hidden:
-            answering = _harness_model(model, tokenizer, comm, progress)
-            results = harness.evaluate(answering, tasks, bootstrap_iters=_BOOTSTRAP, log_samples=False)["results"]
-        for name, metrics in results.items():
-            numbers = {key: value for key, value in metrics.items() if "," in key and isinstance(value, int | float)}
-            found[name] = {_metric(key): float(value) for key, value in numbers.items()}
-    except BaseException as caught:
-        error = as_told(caught)
-        if cannot_meet(error):
-            raise
-    agree(comm, {} if error else {"results of tasks": found}, error)
-    return found
-
-
-def _metric(key: str) -> str:
-    """Return what a result is called: ``"acc,none"``, metric and filter, is ``"acc"``."""
-    metric, _, kept = key.partition(",")
-    return metric if kept == "none" else f"{metric} ({kept})"
+    with together(comm), hidden:  # its forwards communicate, and raise on all ranks
+        answering = _harness_model(model, tokenizer, comm, progress)
+        results = harness.evaluate(answering, tasks, bootstrap_iters=_BOOTSTRAP, log_samples=False)["results"]
+        for name, values in results.items():
+            # A metric and its filter, such as "acc,none".
+            numbers = {key: value for key, value in values.items() if "," in key and isinstance(value, int | float)}
+            metrics[name] = {key.removesuffix(",none"): float(value) for key, value in numbers.items()}
+    shared: dict[str, dict[str, float]] = comm.broadcast(metrics)
+    return shared
 
 
 def _harness_model(model: nn.Module, tokenizer: Any, comm: Communicator, progress: Progress) -> Any:
