@@ -21,7 +21,7 @@ LINES = {
     "masks": (487, 470),
     "models": (898, 690),
     "oneshot": (1948, 1440),
-    "patterns": (1516, 690),
+    "patterns": (1475, 690),
     "pruning": (1421, 960),
     "removal": (1541, 1160),
     "scores": (395, 350),

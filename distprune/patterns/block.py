@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, final
@@ -14,20 +14,20 @@ import torch
 from typing_extensions import override
 
 from distprune.collectives.agree import sum_together
-from distprune.patterns.addends import (
-    SUMS,
-    Competitors,
-    Grid,
-    add,
-    agree_on_grid,
-    counts_of,
-    empty_table,
-    thresholds_of,
-)
 from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares, check_share
 from distprune.patterns.census import Competing, take_census
 from distprune.patterns.cut_bands import Answers, CutBands, CutPart, unpacked
-from distprune.patterns.local_blocks import LocalBlocks
+from distprune.patterns.local_units import BlockUnits
+from distprune.patterns.unit_sums import (
+    SUMS,
+    Competitors,
+    Grid,
+    agree_on_grid,
+    empty_table,
+    table_of,
+    thresholds_of,
+    write_units,
+)
 from distprune.patterns.unstructured import choose_elements
 from distprune.scores.base import LocalScores
 from distprune.selection.radix import Selection, select_lowest
@@ -101,7 +101,7 @@ class Block(Pattern):
         bytes for each cut block, 24 if scores are infinite, 16 for each run of their numbers, and one bit a block back.
         Blocks of one weight compete as weights do: then there is no grid.
 
-        Sums are kept: 25 bytes a block, and up to 33 more before there are masks.
+        Sums are kept: 34 bytes a block, and 8 more where scores are infinite.
         """
         score, members = ranked.score, ranked.roster.members
         if score.combined_by != "sum":
@@ -137,19 +137,13 @@ class Block(Pattern):
         stays_on = cache(lambda device: sent(blocks.stays(selection, answers), device))
 
         def decide(scores: LocalScores, out: torch.Tensor) -> torch.Tensor:
-            here = blocks.of(scores)  # of a shard, or of a piece of one
-            numbers = here.numbers + firsts[ranked.index[scores.shard.name]]
+            units = blocks.of(scores)  # of a shard, or of a piece of one
+            numbers = units.numbers + firsts[ranked.index[scores.shard.name]]
             first, end = np.searchsorted(blocks.here.numbers, [*numbers[:1], *numbers[-1:] + 1]).tolist() or (0, 0)
             stays = stays_on(out.device)[first:end]
             if end - first > len(numbers):
                 stays = stays[np.searchsorted(blocks.here.numbers[first:end], numbers)]
-
-            def written() -> Iterator[slice]:
-                for rectangle in here.rectangles(out.device):
-                    rectangle.spread(stays, out[rectangle.at])
-                    yield rectangle.at
-
-            return counts_of(scores, out, written())
+            return write_units(scores, units, stays, out)
 
         return Choice(thresholds_of(competing.by_member(selection.thresholds), score, blocks.grid), decide)
 
@@ -161,47 +155,37 @@ class _LocalSums:
     """
 
     def __init__(self, ranked: Ranked, size: int, scope: Scope) -> None:
-        self._ranked, self._size, self._made = ranked, size, cache(LocalBlocks)
+        self._ranked, self._size, self._made = ranked, size, cache(BlockUnits)
         self.competing = Competing(ranked, scope, [numel // size**2 for numel in ranked.numels])
         self.cut = CutBands(ranked.comm, ranked.roster)
         self.grid: Grid | None = None
 
-    def of(self, scores: LocalScores) -> LocalBlocks:
+    def of(self, scores: LocalScores) -> BlockUnits:
         """Return the blocks of one of this rank's shards, or of a piece of one."""
         return self._made(scores.shard.geometry, scores.shard.as_matrix(), self._size)
 
     def _units(self, numbers: IntArray, table: torch.Tensor) -> Competitors:
         return Competitors.of(self.competing, [self._size**2] * len(self._ranked.numels), numbers, table)
 
-    @property
-    def here(self) -> Competitors:
-        """The blocks of which this rank holds a part, by what it adds to them."""
-        return self._sums[0]
-
     @cached_property
-    def _sums(self) -> tuple[Competitors, dict[int, torch.Tensor]]:
-        """The blocks that are :attr:`here`, and by member the table of those that are cut."""
-        score, numbers, tables = self._ranked.score, [], []
-        for member, scores in self._ranked.local.items():
-            blocks = self.of(scores)
-            table = empty_table(score, len(blocks.numbers), self.grid, scores.device)
-            for rectangle in blocks.rectangles(scores.device):
-                added = empty_table(score, rectangle.places.size, self.grid, scores.device)
-                add(scores, added, rectangle.at, rectangle.added_up, self.grid, member)
-                table[:, rectangle.where(scores.device)] += added
-            numbers.append(blocks.numbers + self.competing.firsts[member])
-            tables.append(table)
-        tables = fetched(tables)
-        cut = {
-            member: table[:, torch.from_numpy(self.of(scores).are_cut)]
-            for (member, scores), table in zip(self._ranked.local.items(), tables, strict=True)
-        }
-        joined = tables[0] if len(tables) == 1 else torch.cat([empty_table(score, 0, self.grid), *tables], 1)
-        return self._units(_joined(numbers), joined), cut
+    def _numbers(self) -> IntArray:
+        """The blocks of which this rank holds a part, counted over all members."""
+        return _joined([self.of(each).numbers + self.competing.firsts[i] for i, each in self._ranked.local.items()])
 
     @cached_property
     def _are_cut(self) -> BoolArray:
-        return np.asarray(_joined([self.of(scores).are_cut for scores in self._ranked.local.values()]), dtype=np.bool_)
+        return _joined([self.of(each).are_cut for each in self._ranked.local.values()]).astype(np.bool_)
+
+    @cached_property
+    def _table(self) -> torch.Tensor:
+        """What this rank adds to these blocks."""
+        tables = [table_of(each, self.of(each), self.grid, i) for i, each in self._ranked.local.items()]
+        return torch.cat([empty_table(self._ranked.score, 0, self.grid), *fetched(tables)], 1)
+
+    @cached_property
+    def here(self) -> Competitors:
+        """These blocks, by what this rank adds to them."""
+        return self._units(self._numbers, self._table)
 
     @cached_property
     def _told(self) -> tuple[Competitors, list[tuple[int, IntArray]]]:
@@ -219,33 +203,37 @@ class _LocalSums:
     @cached_property
     def competitors(self) -> list[Competitors]:
         """The whole blocks that this rank owns, and the cut ones whose home it is."""
-        owned = [np.full(len(self.of(each).numbers), each.shard.owned) for each in self._ranked.local.values()]
-        return [self.here.those(_joined(owned).astype(np.bool_) & ~self._are_cut), self._told[0]]
+        owned = _joined([np.full(len(self.of(each).numbers), each.shard.owned) for each in self._ranked.local.values()])
+        return [self.here.those(owned.astype(np.bool_) & ~self._are_cut), self._told[0]]
+
+    def _cut_of(self, member: int) -> IntArray:
+        """Return where the cut blocks of ``member`` are among those here."""
+        low, high = np.searchsorted(self._numbers, self.competing.firsts[member : member + 2]).tolist()
+        at: IntArray = np.flatnonzero(self._are_cut[low:high]) + low
+        return at
 
     def cut_part(self, member: int) -> CutPart | None:
         """Return what this rank holds of the cut blocks of ``member``."""
-        if member not in self._ranked.local or not (blocks := self.of(self._ranked.local[member])).are_cut.any():
+        if not len(at := self._cut_of(member)):
             return None
-        numbers, values = blocks.numbers[blocks.are_cut], self._sums[1][member].T
-
-        own = values if self._ranked.local[member].shard.owned else None
-        return CutPart(self.competing.num_of[member], 1, numbers, own)
+        is_owned, numbers = self._ranked.local[member].shard.owned, self._numbers[at] - self.competing.firsts[member]
+        sums = torch.stack([row[torch.from_numpy(at)] for row in self._table], 1) if is_owned else None
+        return CutPart(self.competing.num_of[member], 1, numbers, sums)
 
     def decide_cut(self, selection: Selection) -> dict[int, list[BoolArray]]:
         """Return what stays of the cut blocks that ranks told this one of."""
         sums, parts = self._told
-        stays, answers = sums.stays(selection), defaultdict[int, list[BoolArray]](list)
+        stays, answers = sums.stays(selection).numpy(), defaultdict[int, list[BoolArray]](list)
         for member, places in parts:
             answers[member].append(stays[places])
         return answers
 
     def stays(self, selection: Selection, answers: Mapping[int, Answers]) -> torch.Tensor:
         """Return which of the blocks stay of which this rank holds a part, bool."""
-        stays, of_cut = self.here.stays(selection), np.flatnonzero(self._are_cut)
+        stays = self.here.stays(selection)
         for member, of_member in answers.items():
-            bounds = np.searchsorted(self.here.numbers[of_cut], self.competing.firsts[member : member + 2])
-            stays[of_cut[slice(*bounds.tolist())]] = unpacked(of_member)
-        return torch.from_numpy(stays)
+            stays[torch.from_numpy(self._cut_of(member))] = torch.from_numpy(unpacked(of_member))
+        return stays
 
 
 def _joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:

@@ -18,7 +18,7 @@ from distprune.kernels.available import has_kernels
 from distprune.patterns.base import Choice, Pattern, Ranked, check_share, shares_of
 from distprune.patterns.census import take_census
 from distprune.patterns.cut_bands import Answers, CutBands, CutPart, unpacked
-from distprune.patterns.local_units import LocalUnits
+from distprune.patterns.local_units import RowUnits
 from distprune.patterns.on_gpu import keys_of_weights, write_masks
 from distprune.scores.base import LocalScores
 from distprune.selection.highest import keep_highest_per_row
@@ -61,7 +61,7 @@ class WithinRows(Pattern):
         Otherwise three (see ``CutBands``) for every parameter with cut units, or for small ones of 8 MiB a rank. A rank
         sends its own elements of cut units, at most once, to ranks that hold parts of the same parameter.
         """
-        units = _RowUnits(ranked, self)
+        units = _UnitRules(ranked, self)
         if ranked.checks:
             _, num_cut = take_census(ranked, num_cut=lambda scores: units.of(scores).num_cut)
             units.exchange(num_cut)
@@ -133,11 +133,11 @@ class PerRow(WithinRows):
         return keep_highest_per_row(scores, round(self._share * scores.shape[1]), out)
 
 
-class _RowUnits:
+class _UnitRules:
     """How the units of all members are decided, with what the homes of cut ones have answered."""
 
     def __init__(self, ranked: Ranked, pattern: WithinRows) -> None:
-        self._ranked, self._pattern, self._made = ranked, pattern, cache(LocalUnits)
+        self._ranked, self._pattern, self._made = ranked, pattern, cache(RowUnits)
         names = [member.name for member in ranked.roster.members]
         # Both raise alike on all ranks.
         self._rules = {name: (pattern.of(name), ranked.order([i])) for i, name in enumerate(names)}
@@ -146,7 +146,7 @@ class _RowUnits:
     def _length(self, scores: LocalScores) -> int:
         return self._pattern.unit_length(scores.shard.as_matrix())
 
-    def of(self, scores: LocalScores) -> LocalUnits:
+    def of(self, scores: LocalScores) -> RowUnits:
         """Return the units of one of this rank's shards, or of a piece of one."""
         return self._made(scores.shard.geometry, scores.shard.as_matrix(), self._length(scores))
 

@@ -29,7 +29,7 @@ class StreamedPruning:
 
     What is read to choose: nothing where groups and rows are decided by themselves. Where elements compete, all of it
     twice, as ``select_lowest`` does, and once more where many tie (16-bit weights do); blocks and channels, twice.
-    Memory beside the files: a few pieces, 24 MiB of undecided scores, and 25 bytes for each block of its share.
+    Memory beside the files: a few pieces, 24 MiB of undecided scores, and 34 bytes for each block of its share.
     """
 
     def __init__(self, comm: Communicator, request: Request, values: Mapping[str, torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import distprune as prune
 from distprune.collectives.communicator import Alone
-from distprune.patterns.local_blocks import LocalBlocks
+from distprune.patterns.local_units import BlockUnits
 from distprune.shards.geometry import Geometry
 from distprune.shards.local_shard import LocalShard, Ownership
 from distprune.shards.matrix import Matrix
@@ -103,7 +103,7 @@ def test_whole_and_cut_blocks_are_all_that_there_are(turned: bool) -> None:
     lines, width = (16, 12)
     for runs in ((((0, 5),), ((0, 7),)), (((3, 12),), ((0, 2), (6, 12))), (((0, 16),), ((4, 8),))):
         geometry = Geometry((2, 8, 12), (((0, 2),), ((3, 7),), runs[1])) if turned else Geometry((lines, width), runs)
-        blocks = LocalBlocks(geometry, matrix, 4)
+        blocks = BlockUnits(geometry, matrix, 4)
         rows, columns = matrix.place(geometry.flat_indices(0, geometry.local_numel).numpy())
         numbers, num = np.unique(rows // 4 * (matrix.num_in // 4) + columns // 4, return_counts=True)
         assert blocks.numbers.tolist() == numbers.tolist()

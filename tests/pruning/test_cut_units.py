@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import distprune as prune
 from distprune import NByM, PerRow
 from distprune.patterns import cut_bands
-from distprune.patterns.local_units import LocalUnits
+from distprune.patterns.local_units import RowUnits
 from distprune.selection.highest import keep_highest_per_row
 from distprune.shards.geometry import Geometry
 from distprune.shards.layouts import local_shard
@@ -108,7 +108,7 @@ def test_each_element_of_a_stretch_is_whole_or_cut_once(matrix: Matrix, length: 
     numel = matrix.num_rows * matrix.num_in
     for start, stop in itertools.combinations(range(numel + 1), 2):
         geometry = Geometry.rows((numel,), start, stop)
-        units = LocalUnits(geometry, matrix, length)
+        units = RowUnits(geometry, matrix, length)
         found = [np.arange(numel)[at] for at, _ in units.whole(torch.device("cpu"))]
         assert sum(map(len, found)) % length == 0
         numbers, at = units.cut(torch.device("cpu"))

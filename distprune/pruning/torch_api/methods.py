@@ -112,7 +112,7 @@ class LnStructured(Selecting):
             [0., 0.]])
 
     ``n``: any number, inf, -inf or ``"fro"``. Norms are compared as exact sums on a common grid, so that
-    the ranking is the same in every layout (see ``distprune/patterns/addends.py``).
+    the ranking is the same in every layout (see ``distprune/patterns/unit_sums.py``).
     """
 
     PRUNING_TYPE = "structured"

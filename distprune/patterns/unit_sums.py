@@ -1,4 +1,4 @@
-"""What elements add to the score of a block or a channel, their *unit*: sums that are the same in any order.
+"""The scores of blocks and channels, their *units*: sums of what their elements add, the same in any order.
 
 They are on a grid common to all units that compete. A *table* has a row of int64 for each thing that is added up.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from distprune.collectives.agree import max_together
 from distprune.patterns.base import Ranked
 from distprune.patterns.census import Competing
+from distprune.patterns.local_units import BlockUnits, ChannelUnits, UnitBox
 from distprune.scores.base import LocalScores, Score
 from distprune.scores.exact_sum import grid_scale, summable
 from distprune.selection.host import Source
@@ -32,10 +33,7 @@ IntArray = npt.NDArray[np.int64]
 
 VALUES = Order("value", torch.float64)  # of extremes
 SUMS = Order("value", torch.int64)  # of keys of units
-SUM, NUM_GONE, NUM_INFINITE, NUM_ROWS = 0, 1, 2, 3  # of a table; those of minus infinity count -1
-
-# (what elements have, int64 or bool, and how much each has too much) -> sums by unit; instead of it None: the largest
-AddUp = Callable[[torch.Tensor, int | None], torch.Tensor]
+NUM_GONE, SUM, NUM_INFINITE = 0, 1, 2  # rows of a table; those of minus infinity count -1
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,49 @@ class Grid:
     is_odd: bool
 
 
-def addends(scores: LocalScores, at: slice, gone: torch.Tensor | None = None) -> torch.Tensor:
+def empty_table(score: Score, num: int, grid: Grid | None, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return the table of ``num`` units to which nothing was added yet. Without a ``grid`` it counts what is gone."""
+    num_rows = 1 if grid is None else 3 if grid.is_odd else 2
+    table = torch.zeros((num_rows, num), dtype=torch.int64, device=device)
+    if score.combined_by != "sum":
+        table[SUM:] = VALUES.first
+    return table
+
+
+def table_of(scores: LocalScores, units: BlockUnits | ChannelUnits, grid: Grid | None, member: int) -> torch.Tensor:
+    """Return the table of the units of a shard, on its device. Local."""
+    table = empty_table(scores.score, len(units.numbers), grid, scores.device)
+    for piece in units.pieces(scores.device):
+        part = table[:, piece.where]
+        _add(scores, part, piece, grid, member)
+        table[:, piece.where] = part
+    return table
+
+
+def _add(scores: LocalScores, table: torch.Tensor, piece: UnitBox, grid: Grid | None, member: int) -> None:
+    """Add what the elements of ``piece`` have to the ``table`` of its units.
+
+    Of extremes, SUM is the key of the largest value, or of the largest of the negative values.
+    """
+    score, gone = scores.score, scores.is_gone(piece.at)
+    if gone is not None:
+        table[NUM_GONE] += piece.sums(gone)
+    if grid is None:
+        return
+    values, signed = _addends(scores, piece.at, gone), score.ordered_by != "magnitude"
+    values = values if signed else values.abs()
+    if score.combined_by != "sum":
+        keys = VALUES.keys(values.to(torch.float64) * (1.0 if score.combined_by == "max" else -1.0))
+        torch.maximum(table[SUM], piece.largest(keys), out=table[SUM])
+        return
+    if grid.is_odd:
+        infinite = values.isinf()
+        table[NUM_INFINITE] += piece.sums(infinite * values.sign().to(torch.int64))
+        values = values.masked_fill(infinite, 0.0)
+    table[SUM] += piece.sums(*summable(values, grid.scales[member], grid.sizes[member], signed=signed))
+
+
+def _addends(scores: LocalScores, at: slice, gone: torch.Tensor | None = None) -> torch.Tensor:
     """Return what elements add to their units, as floats that torch computes with. ``gone``: which are, if known."""
     values, score = scores.values(at), scores.score
     if not values.is_floating_point() or values.element_size() == 1:
@@ -59,49 +99,17 @@ def addends(scores: LocalScores, at: slice, gone: torch.Tensor | None = None) ->
     return values if gone is None else values.masked_fill(gone, score.of_zero)
 
 
-def add(scores: LocalScores, table: torch.Tensor, at: slice, add_up: AddUp, grid: Grid | None, member: int) -> None:
-    """Add what the elements ``at`` have to the rows of ``table``. Without a ``grid`` what is gone alone. Local.
-
-    Of extremes, SUM is the key of the largest value, or of the largest of the negative values.
-    """
-    score, gone = scores.score, scores.is_gone(at)
-    if gone is not None:
-        table[NUM_GONE] += add_up(gone, 0)
-    if grid is None:
-        return
-    values, signed = addends(scores, at, gone), score.ordered_by != "magnitude"
-    values = values if signed else values.abs()
-    if score.combined_by != "sum":
-        keys = VALUES.keys(values.to(torch.float64) * (1.0 if score.combined_by == "max" else -1.0))
-        torch.maximum(table[SUM], add_up(keys, None), out=table[SUM])
-        return
-    if grid.is_odd:
-        infinite = values.isinf()
-        table[NUM_INFINITE] += add_up(infinite * values.sign().to(torch.int64), 0)
-        values = values.masked_fill(infinite, 0.0)
-    table[SUM] += add_up(*summable(values, grid.scales[member], grid.sizes[member], signed=signed))
-
-
-def _largest(scores: LocalScores) -> torch.Tensor:
-    """Return the largest size of what an element adds, float64: NaN if one is."""
-    none = torch.zeros(1, dtype=torch.float64, device=scores.device)
-    ends = [torch.stack(torch.aminmax(addends(scores, at))).to(torch.float64).abs() for at in _chunks(scores)]
-    return torch.cat([none, *ends]).amax()
-
-
-def _largest_finite(scores: LocalScores) -> torch.Tensor:
-    """Return the largest size of what is finite, and how many are NaN: float64."""
-    found = torch.zeros(2, dtype=torch.float64, device=scores.device)
-    for at in _chunks(scores):
-        values = addends(scores, at)
-        found[0] = torch.maximum(found[0], values.nan_to_num(0.0, 0.0, 0.0).abs_().amax())
-        found[1] += values.isnan().sum()
-    return found
-
-
-def _chunks(scores: LocalScores) -> list[slice]:
+def _largest(scores: LocalScores, *, is_odd: bool = False) -> torch.Tensor:
+    """Return the largest size of an addend, NaN if one is, and 0; ``is_odd``: of a finite one, and how many are NaN."""
     numel, step = scores.shard.geometry.local_numel, chunk_size(scores.device)
-    return [slice(start, min(start + step, numel)) for start in range(0, numel, step)]
+    largest, num_nans = torch.zeros((2,), dtype=torch.float64, device=scores.device).unbind()
+    for start in range(0, numel, step):
+        values = _addends(scores, slice(start, min(start + step, numel)))
+        if is_odd:
+            num_nans += values.isnan().sum()
+            values = values.nan_to_num(0.0, 0.0, 0.0)
+        largest = torch.maximum(largest, torch.stack(torch.aminmax(values)).to(torch.float64).abs().amax())
+    return torch.stack([largest, num_nans])
 
 
 def agree_on_grid(ranked: Ranked, sizes: Sequence[int], *, together: bool) -> Grid:
@@ -115,31 +123,23 @@ def agree_on_grid(ranked: Ranked, sizes: Sequence[int], *, together: bool) -> Gr
     num_nans: dict[str, int] = {}
 
     def fill(words: torch.Tensor) -> None:
-        largest = dict(zip(ranked.owned, map(float, fetched([*map(_largest, ranked.owned.values())])), strict=True))
-        odd = [member for member, size in largest.items() if not math.isfinite(size)]
-        finite = fetched([_largest_finite(ranked.owned[member]) for member in odd])
-        for member, numbers in zip(odd, finite, strict=True):
-            largest[member], num = numbers.tolist()
-            words[-1] = 1.0
-            if num:
-                num_nans[ranked.roster.members[member].name] = int(num)
-                words[-1] = math.inf
-        for member, size in largest.items():
-            words[member] = size
+        owned = [*ranked.owned.values()]
+        found = [numbers.tolist() for numbers in fetched([*map(_largest, owned)])]
+        odd = [i for i, (largest, _) in enumerate(found) if not math.isfinite(largest)]
+        for i, numbers in zip(odd, fetched([_largest(owned[i], is_odd=True) for i in odd]), strict=True):
+            found[i] = numbers.tolist()
+            num_nans[owned[i].shard.name] = int(found[i][1])
+        words.numpy()[[*ranked.owned]] = [largest for largest, _ in found]
+        words[-1] = math.inf if any(num_nans.values()) else bool(odd)
 
-    *largest, odd = max_together(ranked.comm, (len(sizes) + 1,), fill, torch.float64).tolist()
-    if math.isinf(odd):
+    *largest, is_odd = max_together(ranked.comm, (len(sizes) + 1,), fill, torch.float64).tolist()
+    if math.isinf(is_odd):
         raise_nans(ranked.comm, num_nans)
     if together:
         scales = [grid_scale(max(sizes, default=0), max(largest, default=0.0))] * len(sizes)
     else:
         scales = [grid_scale(num, size) for num, size in zip(sizes, largest, strict=True)]
-    return Grid(scales, sizes, odd > 0)
-
-
-def wrapped(number: int) -> int:
-    """Return what an int64 holds of ``number``."""
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+    return Grid(scales, sizes, is_odd > 0)
 
 
 @dataclass(frozen=True)
@@ -168,25 +168,26 @@ class Competitors:
 
     @staticmethod
     def of(competing: Competing, sizes: Sequence[int], numbers: IntArray, table: torch.Tensor) -> Competitors:
-        """Return the units of ``table``. ``sizes``: by member, how many elements a unit has.
+        """Return the units of ``table``, which is used up. ``sizes``: by member, how many elements a unit has.
 
         Keys are sums, negated if the score is ``descending``, or extremes. With more +inf than -inf a sum is +inf, and
         the reverse; with as many of both, it is that of the finite elements.
         """
-        ranked, keys, bounds = competing.ranked, table[SUM].clone(), np.searchsorted(numbers, competing.firsts)
-        if ranked.score.scores_units:
-            step = -(-chunk_size(keys.device) // 4)
-            for i, (first, last) in enumerate(itertools.pairwise(bounds.tolist())):
-                for low in range(first, last, step):
-                    high = min(low + step, last)
+        ranked, bounds = competing.ranked, np.searchsorted(numbers, competing.firsts)
+        score = ranked.score
+        if not score.scores_units:
+            keys = table[SUM]
+        else:
+            keys = torch.empty(len(numbers), dtype=torch.int64, device="cpu")
+            for i, (low, high) in enumerate(itertools.pairwise(bounds.tolist())):
+                if low < high:
                     within = torch.from_numpy(numbers[low:high] - competing.firsts[i])
-                    keys[low:high] = ranked.score.of_units(ranked.roster.members[i].name, within)
-        elif ranked.score.combined_by == "sum" and len(table) > NUM_INFINITE:
+                    keys[low:high] = score.of_units(ranked.roster.members[i].name, within)
+        if len(table) > NUM_INFINITE and score.combined_by == "sum":
             keys.masked_fill_(table[NUM_INFINITE] > 0, SUMS.last).masked_fill_(table[NUM_INFINITE] < 0, SUMS.first)
-        if ranked.score.descending or ranked.score.combined_by == "min":
+        if score.descending or score.combined_by == "min":
             keys.neg_()
-        all_alike = len({*sizes}) == 1
-        are_gone = table[NUM_GONE] == (sizes[0] if all_alike else torch.from_numpy(np.repeat(sizes, np.diff(bounds))))
+        are_gone = table[NUM_GONE] == torch.from_numpy(np.repeat(sizes, np.diff(bounds)))
         if not ranked.regrows:
             keys.masked_fill_(are_gone, SUMS.gone)
         return Competitors(competing, numbers, keys, are_gone)
@@ -213,21 +214,13 @@ class Competitors:
             sources.append(Source("units", UnitKeys(self.keys[low:high]), geometry, True, i, 0))
         return sources
 
-    def stays(self, selection: Selection) -> BoolArray:
-        """Return which of them stay."""
+    def stays(self, selection: Selection) -> torch.Tensor:
+        """Return which of them stay, bool."""
         stays = torch.empty(len(self.numbers), dtype=torch.bool, device="cpu")
         nums = [source.geometry.local_numel for source in self.sources]
         for source, part in zip(self.sources, torch.split(stays, nums), strict=True):
             selection.decide(source, part)
-        return stays.numpy()
-
-
-def empty_table(score: Score, num: int, grid: Grid | None, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return the table of ``num`` units to which nothing was added yet."""
-    num_rows = NUM_ROWS if grid is not None and grid.is_odd else NUM_INFINITE
-    table = torch.zeros((num_rows, num), dtype=torch.int64, device=device)
-    table[SUM] = 0 if score.combined_by == "sum" else VALUES.first
-    return table
+        return stays
 
 
 def thresholds_of(keys: list[float | int | None], score: Score, grid: Grid | None) -> list[float | int | None]:
@@ -246,12 +239,15 @@ def thresholds_of(keys: list[float | int | None], score: Score, grid: Grid | Non
     return found
 
 
-def counts_of(scores: LocalScores, out: torch.Tensor, written: Iterable[slice]) -> torch.Tensor:
-    """Write that what is gone goes into ``out``, as ranges of it are ``written``; return the counts of ``Choice``."""
+def write_units(
+    scores: LocalScores, units: BlockUnits | ChannelUnits, stays: torch.Tensor, out: torch.Tensor
+) -> torch.Tensor:
+    """Write which elements of a shard stay into ``out``, by which of its ``units`` do: see :class:`Choice`. Local."""
     counts = torch.zeros(3, dtype=torch.int64, device=out.device)
-    for at in written:
-        if not scores.regrows and (gone := scores.is_gone(at)) is not None:
-            torch.gt(out[at], gone, out=out[at])  # and not
+    for piece in units.pieces(out.device):
+        piece.spread(stays[piece.where], out[piece.at])
+        if not scores.regrows and (gone := scores.is_gone(piece.at)) is not None:
+            torch.gt(out[piece.at], gone, out=out[piece.at])  # and not
             counts[1] += count_true(gone)
     counts[0] = len(out) - count_true(out)
     return counts
