@@ -7,14 +7,14 @@ import json
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
-from distprune.jobs import PruneJob, StreamedJob, run_prune_job, run_streamed_job
+from distprune.jobs import PruneJob, run_prune_job
 from distprune.jobs.run import JobFiles
 from tests.hf_models import TEXT, make_model, make_tokenizer
 from tests.started import be_rank, by_hand
@@ -28,50 +28,51 @@ SECONDS_TO_END = 90  # for the rank that is left; what it was waiting for takes 
 # So long after what is waited for a kill comes at most, in seconds.
 WHILE_LOADING, WITHIN_A_BLOCK, WHILE_EVALUATING = 0.5, 0.3, 0.2
 
-Moment = Literal["load", "prune", "write", "finish"]
-MOMENTS: dict[str, tuple[Moment, ...]] = {
-    "one rank once": ("write",),
-    "one rank": ("load", "write", "prune", "write", "finish"),
-    "all": ("write", "prune", "finish"),  # no rank is left that could wait for another
+Moment = Literal["load", "prune", "write", "finish", "done", "next"]
+# By kind of job: all but its output. Blocks take a few tenths of a second, an evaluation about one; each step is saved.
+COMMANDS = {
+    "prune": "prune {model} --pattern unstructured --sparsity 0.5 --samples 60 --own-words 0 --sequence-length 64 "
+    "--calibration {text} --eval {text} --eval-tokens 3200 --eval-length 16",
+    "shrink": f"shrink {{model}} --layers {NUM_BLOCKS - 1} --mlp 0.5 --layer-criterion influence --own-words 0 "
+    "--calibration {text} --samples 30 --sequence-length 64",
+    "finetune": "finetune {pruned} --data {text} --teacher {model} --steps 8 --batch-size 6 --sequence-length 64 "
+    "--save-every 0",
+    "streamed": "prune {files} --streamed --sparsity 0.5",
+}
+# What it says when it goes on behind so many blocks, steps or files.
+GOING_ON = {
+    "prune": f"going on at block {{}} of {NUM_BLOCKS}\n",
+    "shrink": f"going on at block {{}} of {NUM_BLOCKS - 1}\n",
+    "finetune": "going on after step {}\n",
+    "streamed": "going on after {} of ",
+}
+# By who is killed: the kind of job, and when.
+KILLS: dict[str, tuple[str, tuple[Moment, ...]]] = {
+    "one rank once": ("prune", ("write",)),
+    "one rank": ("prune", ("load", "write", "prune", "write", "finish")),
+    "all": ("prune", ("write", "prune", "finish")),  # no rank is left that could wait for another
+    "all that shrink": ("shrink", ("done",)),
+    "all that train": ("finetune", ("prune",)),
+    "one rank that streams": ("streamed", ("next", "next", "next")),
 }
 
 
 @pytest.fixture(scope="module")
-def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """All but the output: blocks that take a few tenths of a second each, and an evaluation of about one."""
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("killed")
     model = make_model(folder / "model", num_hidden_layers=NUM_BLOCKS)
     make_tokenizer(model)
+    make_model(folder / "files", num_hidden_layers=NUM_BLOCKS, max_shard_size="12KB")
     (folder / "text.txt").write_text(TEXT * 8)
-    line = "--pattern unstructured --sparsity 0.5 --samples 60 --own-words 0 --sequence-length 64 --timeout 20"
-    text = str(folder / "text.txt")
-    more = ["--calibration", text, "--eval", text, "--eval-tokens", "3200", "--eval-length", "16"]
-    return ["prune", str(model), *line.split(), *more]
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory, arguments: list[str]) -> dict[str, str]:
-    """The digests of a job that nobody kills."""
-    folder = tmp_path_factory.mktemp("whole")
-    job = Job([*arguments, "--output", str(folder / "out")], folder)
-    job.succeeds()
-    return digests(folder / "out")
+    run_prune_job(PruneJob(model=str(model), output=str(folder / "pruned"), sparsity=0.5))
+    names = {"model": "model", "text": "text.txt", "pruned": "pruned", "files": "files"}
+    return {name: str(folder / file) for name, file in names.items()}
 
 
 def digests(folder: Path) -> dict[str, str]:
     found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.safetensors"))}
     assert found
     return found
-
-
-@pytest.fixture(scope="module")
-def fine_tuning(tmp_path_factory: pytest.TempPathFactory, arguments: list[str]) -> list[str]:
-    """All but the output: steps that save what they have done."""
-    pruned = tmp_path_factory.mktemp("pruned") / "model"
-    run_prune_job(PruneJob(model=arguments[1], output=str(pruned), sparsity=0.5))
-    text = arguments[arguments.index("--calibration") + 1]
-    line = f"--data {text} --teacher {arguments[1]} --steps 8 --batch-size 6 --sequence-length 64 --save-every 0"
-    return ["finetune", str(pruned), *line.split(), "--timeout", "20"]
 
 
 def be_streaming_rank(variables: dict[str, str], arguments: list[str], log: str) -> None:
@@ -124,18 +125,21 @@ class Job:
         return 0
 
     def wait_for(self, moment: Moment, chance: random.Random) -> None:
+        """Wait for a moment: ``"prune"`` comes when one more block, step or file is done; ``"next"`` at once."""
         if moment == "load":
             time.sleep(chance.uniform(0, WHILE_LOADING))
         elif moment == "finish":
             self.until(lambda: self.num_done() == NUM_BLOCKS)
             time.sleep(chance.uniform(0, WHILE_EVALUATING))
+        elif moment == "done":
+            self.until(lambda: self.num_done() == NUM_BLOCKS - 1)
         else:
             first = max(self.num_done(), 0)
             self.until(lambda: self.num_done() > first)
             if moment == "write":
                 before = self.last_write()
                 self.until(lambda: self.last_write() != before)
-            else:
+            elif moment == "prune":
                 time.sleep(chance.uniform(0, WITHIN_A_BLOCK))
 
     def kill(self, whom: list[int]) -> None:
@@ -160,101 +164,29 @@ class Job:
             rank.join()
 
 
-@pytest.fixture
-def start(arguments: list[str], tmp_path: Path) -> Iterator[Callable[[bool], Job]]:
-    started: list[Job] = []
-
-    def job(resume: bool) -> Job:
-        more = ["--output", str(tmp_path / "out"), *(["--resume"] if resume else [])]
-        started.append(Job([*arguments, *more], tmp_path))
-        return started[-1]
-
-    yield job
-    for one in started:
-        one.close()
-
-
-@pytest.mark.parametrize("whom", MOMENTS)
-def test_killed_again_and_again_and_resumed(
-    tmp_path: Path, start: Callable[[bool], Job], expected: dict[str, str], whom: str
-) -> None:
-    chance = random.Random(f"{whom} 3")
-    seen: list[int] = []
-    for number, moment in enumerate(MOMENTS[whom]):
-        job = start(number > 0)
-        job.wait_for(moment, chance)
-        victims = [chance.randrange(2)] if whom != "all" else chance.sample([0, 1], 2)
-        job.kill(victims)
-        job.has_ended(victims)
-        seen.append(job.num_done())
+@pytest.mark.parametrize("whom", KILLS)
+def test_killed_again_and_again_and_resumed(tmp_path: Path, places: dict[str, str], whom: str) -> None:
+    kind, moments = KILLS[whom]
+    going_on, arguments = GOING_ON[kind], [*COMMANDS[kind].format(**places).split(), "--timeout", "20", "--output"]
+    be = be_streaming_rank if kind == "streamed" else be_rank
+    chance, num_done = random.Random(f"{whom} 3"), 0
+    for number, moment in enumerate(moments):
+        with closing(Job([*arguments, str(tmp_path / "out"), *(["--resume"] if number else [])], tmp_path, be)) as job:
+            job.wait_for(moment, chance)
+            victims = [0, 1] if whom.startswith("all") else [chance.randrange(2)]
+            job.kill(victims)
+            job.has_ended(victims)
         assert not (tmp_path / "out").exists()
         if number:
-            before = seen[number - 1]
-            said = f"going on at block {before} of {NUM_BLOCKS}" if before > 0 else "starting at the beginning"
-            assert said in job.said()
-    last = start(True)
-    last.succeeds()
-    assert f"going on at block {seen[-1]} of {NUM_BLOCKS}" in last.said()
-    assert digests(tmp_path / "out") == expected
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.txt", "out"]
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert [block["index"] for block in report["pruning"]["blocks"]] == list(range(NUM_BLOCKS))
-
-
-@pytest.mark.whole
-def test_shrinking_killed_and_resumed(tmp_path: Path, arguments: list[str]) -> None:
-    text = arguments[arguments.index("--calibration") + 1]
-    line = "--mlp 0.5 --layer-criterion influence --samples 30 --sequence-length 64 --timeout 20"
-    line += " --own-words 0"
-    shrinking = ["shrink", arguments[1], "--calibration", text, "--layers", str(NUM_BLOCKS - 1), *line.split()]
-    first = Job([*shrinking, "--output", str(tmp_path / "out")], tmp_path)
-    first.until(lambda: first.num_done() == NUM_BLOCKS - 1)
-    first.kill([0, 1])
-    first.has_ended([0, 1])
-    assert first.num_done() == NUM_BLOCKS - 1
-    assert (first.unfinished / "layers.json").exists()  # they are not chosen again
-    assert not (tmp_path / "out").exists()
-    last = Job([*shrinking, "--output", str(tmp_path / "out"), "--resume"], tmp_path)
-    last.succeeds()
-    assert f"going on at block {NUM_BLOCKS - 1} of {NUM_BLOCKS - 1}\n" in last.said()
-    Job([*shrinking, "--output", str(tmp_path / "whole")], tmp_path).succeeds()
+            assert (going_on.format(num_done) if num_done > 0 else "starting at the beginning") in job.said()
+        num_done = job.num_done()
+        assert kind != "shrink" or (job.unfinished / "layers.json").exists()  # they are not chosen again
+    for output, more in (("out", ["--resume"]), ("whole", [])):
+        with closing(Job([*arguments, str(tmp_path / output), *more], tmp_path)) as job:
+            job.succeeds()
+        assert (going_on.format(num_done) in job.said()) == (output == "out")
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log.txt", "out", "whole"]
-
-
-@pytest.mark.whole
-def test_fine_tuning_killed_and_resumed(tmp_path: Path, fine_tuning: list[str]) -> None:
-    first = Job([*fine_tuning, "--output", str(tmp_path / "out")], tmp_path)
-    first.until(lambda: first.num_done() > 2)
-    first.kill([0, 1])
-    first.has_ended([0, 1])
-    num_done = first.num_done()
-    assert not (tmp_path / "out").exists()
-    last = Job([*fine_tuning, "--output", str(tmp_path / "out"), "--resume"], tmp_path)
-    last.succeeds()
-    assert f"going on after step {num_done}\n" in last.said()
-    Job([*fine_tuning, "--output", str(tmp_path / "whole")], tmp_path).succeeds()
-    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
-
-
-@pytest.mark.whole
-def test_streaming_killed_and_resumed(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", num_hidden_layers=NUM_BLOCKS, max_shard_size="12KB")
-    asked = ["prune", str(model), "--streamed", "--sparsity", "0.5", "--timeout", "20"]
-    asked += ["--output", str(tmp_path / "out")]
-    chance, num_done = random.Random(5), 0
-    for number in range(3):
-        job = Job([*asked, *(["--resume"] if number else [])], tmp_path, be_streaming_rank)
-        job.until(lambda: job.num_done() > num_done)  # noqa: B023
-        time.sleep(chance.uniform(0, 0.02))
-        victims = chance.choice([[0], [1], [0, 1]])
-        job.kill(victims)
-        job.has_ended(victims)
-        assert not (tmp_path / "out").exists()
-        if number:
-            assert f"going on after {num_done} of " in job.said()
-        num_done = job.num_done()
-    Job([*asked, "--resume"], tmp_path).succeeds()
-    run_streamed_job(StreamedJob(model=str(model), output=str(tmp_path / "whole"), sparsity=0.5))
-    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.txt", "model", "out", "whole"]
+    if kind == "prune":
+        report = json.loads((tmp_path / "out" / "report.json").read_text())
+        assert [block["index"] for block in report["pruning"]["blocks"]] == list(range(NUM_BLOCKS))

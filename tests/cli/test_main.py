@@ -105,83 +105,36 @@ def test_every_option_arrives() -> None:
         "m --output o --seed 7 --dtype bfloat16 --device cpu --overwrite --eval t.txt --eval u.jsonl "
         "--eval-tokens 64 --eval-length 16 --tasks a,b --tasks c --timeout 30"
     )
-    common: dict[str, Any] = {
-        "model": "m",
-        "output": "o",
-        "seed": 7,
-        "dtype": torch.bfloat16,
-        "overwrite": True,
-        "evaluate_on": ("t.txt", "u.jsonl"),
-        "evaluation_tokens": 64,
-        "evaluation_length": 16,
-        "tasks": ("a", "b", "c"),
-    }
+    common: dict[str, Any] = {**MO, "seed": 7, "dtype": torch.bfloat16, "overwrite": True, "tasks": ("a", "b", "c")}
+    common |= {"evaluate_on": ("t.txt", "u.jsonl"), "evaluation_tokens": 64, "evaluation_length": 16}
     in_place = " --sparsity 0.12 --method random --scope tensor --include *a --include *b --exclude *c"
     job = PruneJob(**common, method="random", scope="tensor", sparsity=0.12, include=("*a", "*b"), exclude=("*c",))
     assert commands(f"prune {line}{in_place}") == [JobCommand(job, Running(device="cpu", timeout=30))]
     one_shot = " --method wanda --pattern row --sparsity 0.5 --calibration c --samples 3 --sequence-length 9 --offload"
-    one_shot += " --sequential layer --targets dense --target-share 0.25"
-    one_shot += " --allocation gradients"
-    calibrated = OneShotJob(
-        **common,
-        method="wanda",
-        sequential="layer",
-        targets="dense",
-        target_share=0.25,
-        sparsity=0.5,
-        pattern="row",
-        calibration="c",
-        samples=3,
-        sequence_length=9,
-        allocation="gradients",
-        offload=True,
-        resume=True,
+    one_shot += " --sequential layer --targets dense --target-share 0.25 --allocation gradients --resume"
+    common |= {"calibration": "c", "samples": 3, "sequence_length": 9, "offload": True, "resume": True}
+    common |= {"targets": "dense", "target_share": 0.25}
+    more: dict[str, Any] = {"sequential": "layer", "sparsity": 0.5, "pattern": "row", "allocation": "gradients"}
+    calibrated = OneShotJob(**common, **more, method="wanda")
+    assert asked(f"prune {line}{one_shot}") == calibrated
+    assert asked(f"prune {line}{one_shot} --plan --ranks 64") == PlanJob(**vars(calibrated), ranks=64)
+    everything = one_shot.replace("--samples 3", "--samples all")
+    assert asked(f"prune {line}{everything}") == dataclasses.replace(calibrated, samples=None)
+    removal = (
+        "--calibration c --mlp 1.0 --heads 6 --layers 24 --parameters 5M --criterion fluctuation "
+        "--layer-criterion influence --refit bias --targets dense --target-share 0.25 "
+        "--samples 3 --sequence-length 9 --offload --resume"
     )
-    assert asked(f"prune {line}{one_shot} --resume") == calibrated
-    planned = asked(f"prune {line}{one_shot} --resume --plan --ranks 64")
-    assert planned == PlanJob(**vars(calibrated), ranks=64)
-    everything = f"prune {line}{one_shot.replace('--samples 3', '--samples all')} --resume"
-    assert asked(everything) == dataclasses.replace(calibrated, samples=None)
+    more = {"mlp": 1.0, "heads": 6, "layers": 24, "parameters": 5_000_000, "criterion": "fluctuation", "refit": "bias"}
+    assert asked(f"shrink {line} {removal}") == ShrinkJob(**common, **more, layer_criterion="influence")
     training = (
         "--data d --minutes 1.5 --teacher t --learning-rate 0.1 --batch-size 2 --sequence-length 9 --save-every 5 "
         "--compute-dtype float32 --resume"
     )
-    tuned = FinetuneJob(
-        **common,
-        data="d",
-        minutes=1.5,
-        teacher="t",
-        learning_rate=0.1,
-        batch_size=2,
-        sequence_length=9,
-        save_every=5,
-        compute_dtype=torch.float32,
-        resume=True,
-    )
-    assert asked(f"finetune {line} {training}") == tuned
-    removal = (
-        "--calibration c --mlp 1.0 --heads 6 --layers 24 --parameters 5M --criterion fluctuation "
-        "--layer-criterion influence --refit bias --targets dense --target-share 0.25 "
-        "--samples all --sequence-length 9 --offload --resume"
-    )
-    smaller = ShrinkJob(
-        **common,
-        calibration="c",
-        mlp=1.0,
-        heads=6,
-        layers=24,
-        parameters=5_000_000,
-        criterion="fluctuation",
-        layer_criterion="influence",
-        refit="bias",
-        targets="dense",
-        target_share=0.25,
-        samples=None,
-        sequence_length=9,
-        offload=True,
-        resume=True,
-    )
-    assert asked(f"shrink {line} {removal}") == smaller
+    for name in ("calibration", "samples", "offload", "targets", "target_share"):
+        del common[name]
+    more = {"data": "d", "minutes": 1.5, "teacher": "t", "learning_rate": 0.1, "batch_size": 2, "save_every": 5}
+    assert asked(f"finetune {line} {training}") == FinetuneJob(**common, **more, compute_dtype=torch.float32)
 
 
 # By how a command line begins: how it goes on, and is wrong.
