@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import numpy as np
 import torch
@@ -256,12 +256,16 @@ class Pattern(ABC):
     def regrowth(self, share: float) -> tuple[Pattern, Pattern]:
         """Return what drops ``share`` of what is kept, and then what chooses what is kept from now on.
 
-        The second is given what ``regrows``, of which what was not dropped has the highest scores.
+        The second is given what ``regrows``, of which what was not dropped has the highest scores. A pattern with a
+        ``sparsity`` drops within each tensor, or each row, and keeps as many there.
 
         Raises:
             NotImplementedError: the pattern does not say how weights move within it.
         """
-        raise NotImplementedError(f"{self!r} does not say how weights move within it: give it a method regrowth()")
+        if "sparsity" not in vars(self):
+            raise NotImplementedError(f"{self!r} does not say how weights move within it: give it a method regrowth()")
+        within: Any = self.within("tensor") if self.has_scope else self
+        return dataclasses.replace(within, sparsity=share), dataclasses.replace(within, sparsity=0.0)
 
     @abstractmethod
     def choose(self, ranked: Ranked) -> Choice:

@@ -81,10 +81,6 @@ class Block(Pattern):
         return self.size, self.size
 
     @override
-    def regrowth(self, share: float) -> tuple[Pattern, Pattern]:
-        return Block(self.size, share, "tensor"), Block(self.size, 0, "tensor")
-
-    @override
     def check_fits(self, name: str, matrix: Matrix) -> None:
         if matrix.num_in % self.size or matrix.num_out % self.size:
             raise ValueError(

@@ -74,10 +74,6 @@ class Channels(Pattern):
         return f"channels:{self.dim}"
 
     @override
-    def regrowth(self, share: float) -> tuple[Pattern, Pattern]:
-        return Channels(share, self.dim), Channels(0, self.dim)
-
-    @override
     def check_shape(self, shape: Sequence[int]) -> None:
         if len(shape) <= 1:
             raise ValueError(

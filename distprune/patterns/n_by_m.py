@@ -66,9 +66,9 @@ class NByM(WithinRows):
         return ("groups", self.n, self.m) if self.m <= MOST_IN_GROUP else None
 
     @override
-    def unit_length(self, matrix: Matrix) -> int:
-        return self.m
+    def unit(self, matrix: Matrix) -> tuple[int, int]:
+        return 1, self.m
 
     @override
-    def keep(self, scores: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return keep_highest_per_group(scores, self.n, self.m, out)
+    def keep(self, scores: torch.Tensor) -> torch.Tensor:
+        return keep_highest_per_group(scores, self.n, self.m)

@@ -60,10 +60,6 @@ class Unstructured(Pattern):
         return choose_elements(ranked, self.sparsity, self.scope, num_gone)
 
     @override
-    def regrowth(self, share: float) -> tuple[Pattern, Pattern]:
-        return Unstructured(share, "tensor"), Unstructured(0, "tensor")
-
-    @override
     def unit(self, matrix: Matrix) -> tuple[int, int]:
         return 1, 1
 

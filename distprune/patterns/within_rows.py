@@ -38,21 +38,9 @@ class WithinRows(Pattern):
     def kernel(self, matrix: Matrix) -> tuple[str, int, int] | None:
         """Return what decides the units of ``matrix`` on a GPU, as :func:`distprune.patterns.on_gpu.write_masks`."""
 
-    @abstractmethod
-    def unit_length(self, matrix: Matrix) -> int:
-        """Return how many inputs a unit has."""
-
-    @abstractmethod
-    @override
-    def keep(self, scores: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
-
-    def keep_left(self, keys: torch.Tensor, is_gone: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002
-        """Return what stays of ``keys`` (rows, inputs), bool, or in ``out``; shares are of what is not ``is_gone``."""
-        return self.keep(keys, out)
-
-    @override
-    def unit(self, matrix: Matrix) -> tuple[int, int]:
-        return 1, self.unit_length(matrix)
+    def keep_left(self, keys: torch.Tensor, gone: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        """Return what stays of ``keys`` (rows, inputs), bool; shares are of what is not ``gone``."""
+        return self.keep(keys)
 
     @override
     def choose(self, ranked: Ranked) -> Choice:
@@ -111,26 +99,22 @@ class PerRow(WithinRows):
         return PerRow(num / max(stop - start, 1))
 
     @override
-    def regrowth(self, share: float) -> tuple[Pattern, Pattern]:
-        return PerRow(share), PerRow(0.0)
-
-    @override
     def kernel(self, matrix: Matrix) -> tuple[str, int, int] | None:
         return "rows", max(matrix.num_in, 1), round(self._share * matrix.num_in)
 
     @override
-    def unit_length(self, matrix: Matrix) -> int:
-        return max(matrix.num_in, 1)
+    def unit(self, matrix: Matrix) -> tuple[int, int]:
+        return 1, max(matrix.num_in, 1)
 
     @override
-    def keep_left(self, keys: torch.Tensor, is_gone: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        num_gone = is_gone.sum(1)
+    def keep_left(self, keys: torch.Tensor, gone: torch.Tensor) -> torch.Tensor:
+        num_gone = gone.sum(1)
         wanted = (self._share * (keys.shape[1] - num_gone).to(torch.float64)).round_()  # half to even, as round()
-        return keep_highest_per_row(keys, num_gone + wanted.to(torch.int64), out)
+        return keep_highest_per_row(keys, num_gone + wanted.to(torch.int64))
 
     @override
-    def keep(self, scores: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return keep_highest_per_row(scores, round(self._share * scores.shape[1]), out)
+    def keep(self, scores: torch.Tensor) -> torch.Tensor:
+        return keep_highest_per_row(scores, round(self._share * scores.shape[1]))
 
 
 class _UnitRules:
@@ -144,7 +128,7 @@ class _UnitRules:
         self._answers: dict[int, Answers] = {}  # by member
 
     def _length(self, scores: LocalScores) -> int:
-        return self._pattern.unit_length(scores.shard.as_matrix())
+        return self._pattern.unit(scores.shard.as_matrix())[1]
 
     def of(self, scores: LocalScores) -> RowUnits:
         """Return the units of one of this rank's shards, or of a piece of one."""
@@ -198,16 +182,17 @@ class _UnitRules:
             return torch.where(gone, ~keys, keys)
         return keys
 
-    def _keep(
-        self, pattern: WithinRows, order: Order, keys: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return what stays of whole units, bool, of the shape of ``keys`` (units, inputs); or in ``out``."""
+    def _keep(self, pattern: WithinRows, order: Order, keys: torch.Tensor) -> torch.Tensor:
+        """Return what stays of whole units, bool, of the shape of ``keys`` (units, inputs)."""
         if self._ranked.regrows:
-            return keep_highest_per_row(torch.maximum(keys, ~keys), (keys < 0).sum(1), out)
-        if (is_gone := _are_gone(order, keys)) is None:
-            return pattern.keep(keys, out)
-        stays = pattern.keep_left(keys, is_gone, out) if self._ranked.of_left else pattern.keep(keys, out)
-        return torch.gt(stays, is_gone, out=stays)
+            return keep_highest_per_row(torch.maximum(keys, ~keys), (keys < 0).sum(1))
+        if on_host(keys.device) and (
+            not keys.numel() or keys.numpy().min() >= order.first
+        ):  # a quarter of torch's time
+            return pattern.keep(keys)
+        gone = keys < order.first
+        stays = pattern.keep_left(keys, gone) if self._ranked.of_left else pattern.keep(keys)
+        return torch.gt(stays, gone, out=stays)
 
     def decide(self, scores: Sequence[LocalScores], outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Write what stays of each, and return its counts: see :class:`Choice`. Small ones of a kind go together."""
@@ -269,10 +254,3 @@ def _are_ordinary(order: Order, keys: torch.Tensor) -> bool:
     if not on_host(keys.device) or not keys.numel():
         return not keys.numel()
     return bool(keys.numpy().min() >= order.first and keys.numpy().max() <= order.last)
-
-
-def _are_gone(order: Order, keys: torch.Tensor) -> torch.Tensor | None:
-    """Return which of ``keys`` are of what is gone; ``None``, on the host, where none is."""
-    if on_host(keys.device) and (not keys.numel() or keys.numpy().min() >= order.first):
-        return None  # a quarter of torch's time
-    return keys < order.first

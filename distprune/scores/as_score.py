@@ -10,11 +10,7 @@ import torch
 from typing_extensions import override
 
 from distprune.hints import WALK
-from distprune.scores.base import (
-    Elements,
-    ElementwiseScore,
-    Score,
-)
+from distprune.scores.base import Elements, ElementwiseScore, Score
 from distprune.scores.random import Random
 
 

@@ -169,7 +169,8 @@ class LocalScores:
         Raises:
             ValueError: the score returns another number of values, or no tensor.
         """
-        values, num = self.score.values(Elements(self.shard, at, self.evidence)), _num(at)
+        values = self.score.values(Elements(self.shard, at, self.evidence))
+        num = at.stop - at.start if isinstance(at, slice) else len(at)
         if not isinstance(values, torch.Tensor) or values.shape != (num,):
             got = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
             raise ValueError(f"score {self.score.name!r} returned {got} for {num} elements of {self.shard.name!r}")
@@ -252,10 +253,6 @@ def count_unread_nans(scores: Sequence[LocalScores]) -> list[int]:
             found[i] = sum(nums, torch.zeros((), dtype=torch.int64, device="cpu"))
     nums_of = dict(zip(found, map(int, fetched([*found.values()])), strict=True))
     return [nums_of.get(i, 0) for i in range(len(scores))]
-
-
-def _num(at: slice | torch.Tensor) -> int:
-    return at.stop - at.start if isinstance(at, slice) else len(at)
 
 
 def _taken(tensor: torch.Tensor, at: slice | torch.Tensor) -> torch.Tensor:

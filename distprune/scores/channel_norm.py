@@ -6,8 +6,8 @@ No root is taken: sums of |x|**n have the same order as the norms.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal, final
+from dataclasses import dataclass, field
+from typing import final
 
 import torch
 from typing_extensions import override
@@ -34,6 +34,7 @@ class ChannelNorm(Score):
     """
 
     n: Norm
+    exponent: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.n == "nuc":
@@ -42,27 +43,13 @@ class ChannelNorm(Score):
             raise ValueError(f"n={self.n!r} is no norm; use a number, inf, -inf or 'fro'")
         if isinstance(self.n, bool) or not isinstance(self.n, int | float | str):
             raise TypeError(f"n must be a number or 'fro', not {self.n!r}")
-        if math.isnan(self._exponent):
+        exponent = 2.0 if isinstance(self.n, str) else float(self.n)
+        if math.isnan(exponent):
             raise ValueError("n is NaN; use a number, inf, -inf or 'fro'")
-
-    @property
-    def _exponent(self) -> float:
-        return 2.0 if isinstance(self.n, str) else float(self.n)
-
-    @property
-    @override
-    def combined_by(self) -> Literal["sum", "max", "min"]:  # type: ignore[override]
-        return ("max" if self._exponent > 0 else "min") if math.isinf(self._exponent) else "sum"
-
-    @property
-    @override
-    def descending(self) -> bool:  # type: ignore[override]
-        return -math.inf < self._exponent < 0
-
-    @property
-    @override
-    def of_zero(self) -> float:  # type: ignore[override]
-        return math.inf if self.descending else 0.0
+        combined_by = ("max" if exponent > 0 else "min") if math.isinf(exponent) else "sum"
+        descending = -math.inf < exponent < 0
+        of_zero = math.inf if descending else 0.0
+        vars(self).update(exponent=exponent, combined_by=combined_by, descending=descending, of_zero=of_zero)
 
     @override
     def dtype(self, weight: torch.dtype) -> torch.dtype:
@@ -70,7 +57,7 @@ class ChannelNorm(Score):
 
     @override
     def values(self, elements: Elements) -> torch.Tensor:
-        return _power(elements.weight.to(torch.float64).abs(), 1.0 if math.isinf(self._exponent) else self._exponent)
+        return _power(elements.weight.to(torch.float64).abs(), 1.0 if math.isinf(self.exponent) else self.exponent)
 
 
 def _power(sizes: torch.Tensor, exponent: float) -> torch.Tensor:

@@ -29,8 +29,8 @@ def on_grid(addends: torch.Tensor, scale: int) -> torch.Tensor:
     """
     if abs(scale) > _MAX_FACTOR:  # 2**scale alone may be no float64
         half = scale // 2
-        addends, scale = addends * _power(half, addends), scale - half
-    return (addends * _power(scale, addends)).round_().to(torch.int64)
+        addends, scale = addends * _full(2.0**half, addends), scale - half
+    return (addends * _full(2.0**scale, addends)).round_().to(torch.int64)
 
 
 def summable(addends: torch.Tensor, scale: int, num_addends: int, *, signed: bool) -> tuple[torch.Tensor, int]:
@@ -48,10 +48,6 @@ def summable(addends: torch.Tensor, scale: int, num_addends: int, *, signed: boo
     return torch.add(_full(base, addends), addends, alpha=2.0**scale).view(torch.int64), offset
 
 
-def _power(exponent: int, like: torch.Tensor) -> torch.Tensor:
-    """Return a power of two: products with it are float64."""
-    return _full(2.0**exponent, like)
-
-
 def _full(number: float, like: torch.Tensor) -> torch.Tensor:
+    """Return ``number`` as a float64: so are products with it."""
     return torch.full((1,) * like.ndim, number, dtype=torch.float64, device=like.device)

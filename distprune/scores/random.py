@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, final
 
-import numpy as np
 import torch
 from typing_extensions import override
 
@@ -96,8 +95,6 @@ def _mixed(flat: torch.Tensor, first: int, second: int) -> torch.Tensor:
 
 def _fold(mixed: Any, shift: int) -> None:
     """Do ``mixed ^= mixed >> shift``, of unsigned numbers, in place."""
-    if isinstance(mixed, torch.Tensor):
-        mixed ^= (mixed >> shift).bitwise_and_((1 << 32 - shift) - 1)
-    else:
-        bits = mixed.view(np.uint32)
-        bits ^= bits >> np.uint32(shift)
+    part = mixed >> shift
+    part &= (1 << 32 - shift) - 1
+    mixed ^= part

@@ -22,11 +22,11 @@ Array = npt.NDArray[Any]
 _MAX_PAIRED = 16  # scores of a group are compared pair by pair up to this m; a sort is faster beyond
 
 
-def keep_highest_per_group(scores: torch.Tensor, n: int, m: int, out: torch.Tensor | None = None) -> torch.Tensor:
+def keep_highest_per_group(scores: torch.Tensor, n: int, m: int) -> torch.Tensor:
     """Return what stays, bool, of the shape of ``scores`` (rows, columns): ``n`` of every ``m`` columns.
 
-    Groups are columns 0 to m - 1, m to 2 m - 1, and so on. ``out``, contiguous, takes the result. Local; temporaries
-    stay under 64 MiB whatever the size, except that a single row is not cut. On a device one wait, none for integers.
+    Groups are columns 0 to m - 1, m to 2 m - 1, and so on. Local; temporaries stay under 64 MiB whatever the size,
+    except that a single row is not cut. On a device one wait, none for integers.
 
     Raises:
         ValueError: ``scores`` is not 2-D or holds NaN, not 0 <= n <= m, or m does not divide the columns.
@@ -44,17 +44,15 @@ def keep_highest_per_group(scores: torch.Tensor, n: int, m: int, out: torch.Tens
         else:
             _keep_by_sorting(rows.view(-1, m), m - n, keep.view(-1, m))
 
-    return _by_rows(scores, out, keep_rows)
+    return _by_rows(scores, keep_rows)
 
 
-def keep_highest_per_row(
-    scores: torch.Tensor, num_pruned: int | torch.Tensor, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def keep_highest_per_row(scores: torch.Tensor, num_pruned: int | torch.Tensor) -> torch.Tensor:
     """Return what stays, bool, of the shape of ``scores`` (rows, columns): all but ``num_pruned`` of every row.
 
     ``num_pruned``: one number for all rows, or (rows,) int64 on their device, each of which the caller knows to be
-    in [0, columns]. ``out``, contiguous, takes the result. Local; temporaries stay under 64 MiB whatever the size,
-    except that a single row is not cut. On a device one wait, none for integers.
+    in [0, columns]. Local; temporaries stay under 64 MiB whatever the size, except that a single row is not cut. On a
+    device one wait, none for integers.
 
     Raises:
         ValueError: ``scores`` is not 2-D or holds NaN, or the one ``num_pruned`` is not in [0, columns].
@@ -64,7 +62,7 @@ def keep_highest_per_row(
     if isinstance(num_pruned, torch.Tensor):
         numbers = num_pruned
         if not is_here or not (numbers == numbers[:1]).all():
-            return _by_rows(scores, out, lambda rows, keep, at: _keep_by_sorting(rows, numbers[at, None], keep))
+            return _by_rows(scores, lambda rows, keep, at: _keep_by_sorting(rows, numbers[at, None], keep))
         num_pruned = int(numbers[0]) if len(numbers) else 0
     number, num_columns = num_pruned, scores.shape[1]
     if not 0 <= number <= num_columns:
@@ -84,7 +82,7 @@ def keep_highest_per_row(
             place_from_end = np.searchsorted(row, row, side="right") - np.arange(len(row))
             kept.reshape(-1)[tied[place_from_end <= num_tied_kept[row]]] = True
 
-    return _by_rows(scores, out, here if is_here else lambda rows, keep, _: _keep_by_sorting(rows, number, keep))
+    return _by_rows(scores, here if is_here else lambda rows, keep, _: _keep_by_sorting(rows, number, keep))
 
 
 def _check_2d(scores: torch.Tensor) -> None:
@@ -143,11 +141,9 @@ def _keep_by_sorting(rows: torch.Tensor, num_pruned: int | torch.Tensor, keep: t
         keep.scatter_(1, order, stays)
 
 
-def _by_rows(
-    scores: torch.Tensor, out: torch.Tensor | None, keep_rows: Callable[[torch.Tensor, torch.Tensor, slice], object]
-) -> torch.Tensor:
+def _by_rows(scores: torch.Tensor, keep_rows: Callable[[torch.Tensor, torch.Tensor, slice], object]) -> torch.Tensor:
     """Return what ``keep_rows`` writes of all rows, so many at a time that temporaries stay small."""
-    keep = torch.empty(scores.shape, dtype=torch.bool, device=scores.device) if out is None else out
+    keep = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
     # A stable sort on a device takes some 30 bytes of temporaries for each element.
     is_here, is_float = on_host(scores.device), scores.is_floating_point()
     num_rows = max(1, chunk_size(scores.device) // (1 if is_here else 2) // max(1, scores.shape[1]))
