@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -184,17 +183,16 @@ class _LocalSums:
         return self._units(self._numbers, self._table)
 
     @cached_property
-    def _told(self) -> tuple[Competitors, list[tuple[int, IntArray]]]:
-        """The cut blocks whose home is here; and, of what each rank told, the member and where they are among these."""
-        told = [(member, *of_rank) for member, of_ranks in self.cut.told().items() for of_rank in of_ranks]
-        numbers_told = [numbers + self.competing.firsts[member] for member, numbers, _ in told]
-        numbers, places = np.unique(_joined(numbers_told), return_inverse=True)
-        parts = np.split(places, np.cumsum([len(part) for part in numbers_told])[:-1]) if told else []
+    def _told(self) -> tuple[Competitors, list[IntArray]]:
+        """The cut blocks whose home is here; and where among these those are of which each was told."""
+        told = [(numbers + self.competing.firsts[i], values) for i, numbers, values in self.cut.told()]
+        numbers, places = np.unique(_joined([numbers for numbers, _ in told]), return_inverse=True)
+        parts = np.split(places, np.cumsum([len(numbers) for numbers, _ in told])[:-1]) if told else []
         table = empty_table(self._ranked.score, len(numbers), self.grid)
-        for place, (*_, values) in zip(parts, told, strict=True):
+        for place, (_, values) in zip(parts, told, strict=True):
             if values is not None:
                 table.index_add_(1, torch.from_numpy(place), torch.from_numpy(values.reshape(len(place), -1).T))
-        return self._units(numbers, table), [*zip((member for member, *_ in told), parts, strict=True)]
+        return self._units(numbers, table), parts
 
     @cached_property
     def competitors(self) -> list[Competitors]:
@@ -216,13 +214,11 @@ class _LocalSums:
         sums = torch.stack([row[torch.from_numpy(at)] for row in self._table], 1) if is_owned else None
         return CutPart(self.competing.num_of[member], 1, numbers, sums)
 
-    def decide_cut(self, selection: Selection) -> dict[int, list[BoolArray]]:
+    def decide_cut(self, selection: Selection) -> list[BoolArray]:
         """Return what stays of the cut blocks that ranks told this one of."""
         sums, parts = self._told
-        stays, answers = sums.stays(selection).numpy(), defaultdict[int, list[BoolArray]](list)
-        for member, places in parts:
-            answers[member].append(stays[places])
-        return answers
+        stays = sums.stays(selection).numpy()
+        return [stays[places] for places in parts]
 
     def stays(self, selection: Selection, answers: Mapping[int, Answers]) -> torch.Tensor:
         """Return which of the blocks stay of which this rank holds a part, bool."""

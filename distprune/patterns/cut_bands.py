@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,7 +24,7 @@ from distprune.shards.device import fetched
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
-Told = tuple[IntArray, IntArray | None]  # numbers of items, and of what a rank owns its values, in words
+Told = tuple[int, IntArray, IntArray | None]  # member, numbers of items, and values, in words, of what a rank owns
 Answers = list[tuple[int, npt.NDArray[np.uint8]]]  # how many items, and which of them stay, as bits
 
 _BATCH = 1 << 23  # bytes of small parameters that a rank sends at a time
@@ -97,26 +97,19 @@ class CutBands:
         self._messages = swap_unknown(self._comm, questions)
 
     @cached_property
-    def _told(self) -> list[list[tuple[int, Told]]]:
+    def _by_rank(self) -> list[list[Told]]:
         return [[*_decoded(message[_WORD:].numpy())] for message in self._messages]
 
-    def told(self) -> dict[int, list[Told]]:
-        """Return by member what ranks told of the bands whose home is this one. Local: to be called within a round."""
-        found = defaultdict[int, list[Told]](list)
-        for member, told in itertools.chain(*self._told):
-            found[member].append(told)
-        return found
+    def told(self) -> list[Told]:
+        """Return what ranks told of the bands whose home is this one. Local: to be called within a round."""
+        return [*itertools.chain(*self._by_rank)]
 
-    def back(self, decide: Callable[[], Mapping[int, Sequence[BoolArray]]]) -> dict[int, Answers]:
-        """Return by member what stays of this rank's items. ``decide``: of what was :meth:`told`, in its order."""
+    def back(self, decide: Callable[[], Sequence[BoolArray]]) -> dict[int, Answers]:
+        """Return by member what stays of this rank's items. ``decide``: of each that was :meth:`told`, in its order."""
 
         def answers() -> dict[int, torch.Tensor]:
-            stays = {member: iter(of_member) for member, of_member in decide().items()}
-            packed = {
-                rank: [np.packbits(next(stays[member])) for member, _ in of_rank]
-                for rank, of_rank in enumerate(self._told)
-                if of_rank
-            }
+            stays = iter(decide())
+            packed = {rank: [np.packbits(next(stays)) for _ in told] for rank, told in enumerate(self._by_rank) if told}
             return {rank: torch.from_numpy(np.concatenate(of_rank)) for rank, of_rank in packed.items()}
 
         to = [int.from_bytes(bytes(message[:_WORD].numpy()), "little") for message in self._messages]
@@ -150,8 +143,8 @@ def _encoded(member: int, numbers: IntArray, values: torch.Tensor | None) -> lis
     return [words, values.contiguous().view(-1).view(torch.uint8), padding]
 
 
-def _decoded(message: npt.NDArray[np.uint8]) -> Iterator[tuple[int, Told]]:
-    """Yield by member what a rank told: see :func:`_encoded`."""
+def _decoded(message: npt.NDArray[np.uint8]) -> Iterator[Told]:
+    """Yield what a rank told: see :func:`_encoded`."""
     words, at = message.view(np.int64), 0
     while at < len(words):
         member, num, size = words[at : at + 3].tolist()
@@ -159,5 +152,5 @@ def _decoded(message: npt.NDArray[np.uint8]) -> Iterator[tuple[int, Told]]:
         ends, at = np.cumsum(lengths), at + 3 + 2 * num
         numbers = np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1])
         stop = at + -(-len(numbers) * size // _WORD)
-        yield member, (numbers, words[at:stop] if size else None)
+        yield member, numbers, words[at:stop] if size else None
         at = stop

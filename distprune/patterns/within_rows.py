@@ -18,7 +18,7 @@ from distprune.kernels.available import has_kernels
 from distprune.patterns.base import Choice, Pattern, Ranked, check_share, shares_of
 from distprune.patterns.census import take_census
 from distprune.patterns.cut_bands import Answers, CutBands, CutPart, unpacked
-from distprune.patterns.local_units import RowUnits
+from distprune.patterns.local_units import IntArray, RowUnits
 from distprune.patterns.on_gpu import keys_of_weights, write_masks
 from distprune.scores.base import LocalScores
 from distprune.selection.highest import keep_highest_per_row
@@ -152,28 +152,31 @@ class _UnitRules:
         matrix = scores.shard.as_matrix()
         return CutPart(matrix.num_rows, matrix.num_in, numbers, keys)
 
-    def _decide_told(self, cut: CutBands) -> dict[int, list[BoolArray]]:
-        """Return what stays of what ranks told, which are all parts of some cut units, by member. Local."""
-        answers = {}
-        for member, told in cut.told().items():
+    def _decide_told(self, cut: CutBands) -> list[BoolArray]:
+        """Return what stays of each that ranks told, which are all parts of some cut units. Local."""
+        told, of_member, answers = cut.told(), defaultdict[int, list[int]](list), dict[int, BoolArray]()
+        for i, (member, *_) in enumerate(told):
+            of_member[member].append(i)
+        for member, which in of_member.items():
             scores = self._ranked.local[member]
             name, length = scores.shard.name, self._length(scores)
             pattern, order = self._rules[name]
-            parts = [np.unique(numbers // length, return_counts=True) for numbers, _ in told]
+            parts = [np.unique(told[i][1] // length, return_counts=True) for i in which]
             units = np.unique(np.concatenate([part for part, _ in parts]))
             keys = np.zeros((len(units), length), f"i{order.key_dtype.itemsize}")
-            num_told, places = np.zeros(len(units), np.int64), []
-            for (numbers, values), (part, nums) in zip(told, parts, strict=True):
+            num_told, places = np.zeros(len(units), np.int64), dict[int, IntArray]()
+            for i, (part, nums) in zip(which, parts, strict=True):
+                _, numbers, values = told[i]
                 rows = np.searchsorted(units, part)
-                places.append(numbers + np.repeat((rows - part) * length, nums))
+                places[i] = numbers + np.repeat((rows - part) * length, nums)
                 if values is not None:
-                    keys.reshape(-1)[places[-1]] = values.view(keys.dtype)[: len(numbers)]
+                    keys.reshape(-1)[places[i]] = values.view(keys.dtype)[: len(numbers)]
                     num_told[rows] += nums
             if (num_told != length).any():
                 raise ValueError(f"ranks do not hold all of the groups or rows of {name!r} that they hold parts of")
             stays = self._keep(pattern, order, torch.from_numpy(keys)).numpy().reshape(-1)
-            answers[member] = [stays[place] for place in places]
-        return answers
+            answers |= {i: stays[place] for i, place in places.items()}
+        return [answers[i] for i in range(len(told))]
 
     def _keys(self, scores: LocalScores, at: slice | torch.Tensor) -> torch.Tensor:
         """Return the keys ``at``; where weights regrow, the bits of keys of what is gone are inverted."""
