@@ -1,12 +1,13 @@
-"""How a model calls its decoder blocks, and what it makes of what the last one puts out.
+"""Walks through the decoder blocks of a model: how it calls them, and what it makes of what the last one puts out.
 
 Both are told by forwards of the model in which its blocks are stood in for: neither run nor gathered.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,16 +15,110 @@ from torch import nn
 from typing_extensions import override
 
 from distprune.calibration.data import device_of
-from distprune.calibration.walk import Batch, Call, Walk, check_plain, hidden_of, with_hidden
+from distprune.calibration.sample_group import SampleGroup, find_sample_group, shared_axis
+from distprune.calibration.walk import Batch, Call, Walk, check_plain, hidden_of, in_steps, own_samples, with_hidden
+from distprune.collectives.agree import sum_together, together
+from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Alone
-from distprune.collectives.guarded import Guarded
+from distprune.collectives.guarded import Guarded, guarding
 from distprune.models.decoder_blocks import decoder_blocks
-from distprune.models.evaluating import keeping_weights
+from distprune.models.evaluating import evaluating, keeping_weights
 from distprune.shards.device import fetched
 from distprune.shards.fsdp2_forward import gather, kept_gathered, reset_forward, take_roots
 
+Progress = Callable[[int, int], None] | None
+# Open while a block is run on all batches of this rank: what a batch adds, (n,), given what the block was given and put
+# out. Local.
+Visit = AbstractContextManager[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
 # Of a block's number, args and kwargs: what its call puts out.
 _Called = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@contextmanager
+def walking(
+    comm: Communicator,
+    sample_group: SampleGroup,
+    model: nn.Module,
+    samples: torch.Tensor,
+    *,
+    offload: bool = False,
+    has_dense: bool = False,
+    batch_tokens: int | None = None,
+    num_together: int | None = None,
+) -> Iterator[Walk]:
+    """Yield the walk of ``samples`` (num_samples, length) through ``model``, which is in evaluation mode meanwhile.
+
+    ``has_dense``: the walk has a dense stream; ``batch_tokens`` run together, see ``tokens_together``;
+    ``num_together`` consecutive samples of all make one of the walk's steps, if there are to be any. Every rank must
+    call it. Rounds: those of :func:`catch_inputs`, one of 64 bytes before each of them, and one at the end.
+
+    Raises:
+        NotImplementedError: on every rank: tensor parallelism cuts hidden states between blocks.
+        Exception: on every rank: what ``catch_inputs`` raises.
+    """
+    with ExitStack() as stack:
+        with guarding(comm) as ranks:
+            stack.enter_context(evaluating(model))
+            batches, steps = own_samples(sample_group, model, samples, batch_tokens), list[Batch]()
+            if num_together is not None:
+                part = sample_group.number, sample_group.num_groups
+                steps = in_steps(samples, *part, num_together, device_of(model))
+            with sample_group.passing():
+                walk = catch_inputs(model, batches, steps=steps, offload=offload, comm=ranks)
+            walk.sample_group = sample_group
+            shape, num_tokens = tuple(walk.hidden[0].shape), batches[0].inputs["input_ids"].numel()
+            if sample_group.size > 1 and math.prod(shape[:-1]) != num_tokens:
+                raise NotImplementedError(
+                    f"hidden states of shape {shape} between blocks, for {num_tokens} tokens: a tensor-parallel "
+                    "plan must leave them whole on every rank (no SequenceParallel across blocks)"
+                )
+            walk.dense += [hidden.clone() for hidden in walk.hidden] if has_dense else []
+        yield walk
+
+
+def visit_blocks(
+    comm: Communicator,
+    model: nn.Module,
+    samples: torch.Tensor,
+    visits: Sequence[Visit],
+    progress: Progress = None,
+    *,
+    offload: bool = False,
+    batch_tokens: int | None = None,
+) -> Iterator[torch.Tensor]:
+    """Yield for each decoder block what its visit measures, summed over all samples, float64.
+
+    Every rank must call it. Rounds: those of a walk, and for each block 1 of 64 bytes, that of its run, and 1 of 8
+    bytes a number. ``progress`` is called with the number of blocks done, and of all; ``offload``, ``batch_tokens``: as
+    of :func:`walking`.
+
+    Raises:
+        ValueError, NotImplementedError, Exception: on every rank: what the walk raises, or on one a visit or
+            ``progress``.
+    """
+    with together(comm):
+        axis = shared_axis(model)
+    sample_group = find_sample_group(comm, axis)
+    with walking(comm, sample_group, model, samples, offload=offload, batch_tokens=batch_tokens) as walk:
+        for index, visit in enumerate(visits):
+            yield _visited(comm, walk, index, visit, progress)
+
+
+def _visited(comm: Communicator, walk: Walk, index: int, visit: Visit, progress: Progress) -> torch.Tensor:
+    measured: list[torch.Tensor] = []  # by batch
+
+    def fill(words: torch.Tensor) -> None:
+        for batch, of_batch in zip(walk.batches, fetched(measured), strict=True):
+            if batch.windows and walk.sample_group.rank == 0:
+                words += of_batch
+        if progress is not None:
+            progress(index + 1, len(walk.blocks))
+
+    with ExitStack() as stack:
+        with together(comm):
+            measure = stack.enter_context(visit)
+        walk.advance(index, comm, end=lambda _, given, output: measured.append(measure(given, output)))
+    return sum_together(comm, measured[0].shape, fill, torch.float64)
 
 
 def catch_inputs(

@@ -35,9 +35,10 @@ from distprune.models.evaluating import evaluating, keeping_weights, needing_gra
 from distprune.models.experts import expert_gradients
 from distprune.models.find_shards import bare_model
 from distprune.models.linear_layers import LinearLayer
-from distprune.shards.device import are_finite, fetched
+from distprune.shards.device import are_finite, batches, fetched
 from distprune.shards.in_step import in_step
 
+_NUM_TOGETHER = 1 << 20  # numbers that are summed in a round
 _EXPERTS_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")  # of every experts module of transformers 5
 
 
@@ -54,17 +55,17 @@ def measure_sensitivities(
     comm: Communicator,
     sample_group: SampleGroup,
     model: nn.Module,
-    linears: Sequence[Mapping[str, LinearLayer]],
+    linears: Mapping[str, LinearLayer],
     samples: torch.Tensor,
     progress: Callable[[int, int], None] | None = None,
     batch_tokens: int | None = None,
 ) -> dict[str, Sensitivity]:
-    """Return the sensitivity of each of ``linears``, which are those of each decoder block, by its name in ``model``.
+    """Return the sensitivity of each of ``linears``, layers in decoder blocks by their names in ``model``.
 
     ``samples`` (num_samples, length) are the same on every rank; ``batch_tokens`` run together, see
-    ``tokens_together``. ``model`` is run in evaluation mode and left as is:
-    weights, gradients, which parameters need some, modes and random state. Every rank must call it. Rounds: those of
-    :func:`in_step`, 1 for each block, of 8 bytes for each input and output of its layers, and 1 of 64 bytes.
+    ``tokens_together``. ``model`` is run in evaluation mode and left as is: weights, gradients, which parameters need
+    some, modes and random state. Every rank must call it. Rounds: those of :func:`in_step`, of :func:`sums_of_all` for
+    each input and output of the layers, and 1 of 64 bytes.
 
     Raises:
         ValueError: on every rank: NaN or Inf in the loss, with the samples, or in a gradient, with the layer.
@@ -74,62 +75,53 @@ def measure_sensitivities(
         Exception: on every rank: what a pass, or ``progress``, raised on one; but for those of which
             :func:`in_step` says that the others cannot be told.
     """
-    bare, blocks = bare_model(model), decoder_blocks(model)
-    by_block = [
-        {f"{prefix}.{name}": linear for name, linear in of_block.items()}
-        for (prefix, _), of_block in zip(blocks, linears, strict=True)
-    ]
+    bare = bare_model(model)
     device = device_of(bare)
     with together(comm):
-        of_all = {name: linear for of_block in by_block for name, linear in of_block.items()}
-        listener = _BackwardListener(sample_group, of_all, device)
-        batches = own_samples(sample_group, model, samples, batch_tokens)
+        listener = _BackwardListener(sample_group, linears, device)
+        mine = own_samples(sample_group, model, samples, batch_tokens)
+        blocks = [block for _, block in decoder_blocks(model)]
     # Of a block, what it is given is kept, not what it computes: the backward pass runs it once more.
-    forwards = replacing_forwards(
-        [block for _, block in blocks], lambda block: partial(checkpoint, block.forward, use_reentrant=False)
-    )
+    forwards = replacing_forwards(blocks, lambda block: partial(checkpoint, block.forward, use_reentrant=False))
     several = in_step(comm, bare, layers_communicate=sample_group.size > 1)
     with several as run, _without_traces(bare, device), forwards, listener.listening():
-        for number, batch in enumerate(batches, 1):
+        for number, batch in enumerate(mine, 1):
             run(listener.run, bare, batch)
             if progress is not None:
-                progress(number, len(batches))
+                progress(number, len(mine))
         listener.check()
-    sums: dict[str, list[torch.Tensor]] = {}
-    for of_block in by_block:
-        sums |= _summed(comm, listener, of_block)
+    sums = sums_of_all(comm, listener.sizes, listener.whole)
     with together(comm):
-        return {name: Sensitivity(*(total.float() for total in of)) for name, of in sums.items()}
+        inputs, outputs = ([total.float() for total in sums[which::2]] for which in (0, 1))
+        return dict(zip(linears, map(Sensitivity, inputs, outputs), strict=True))
 
 
-def _summed(
-    comm: Communicator, listener: _BackwardListener, linears: Mapping[str, LinearLayer]
-) -> dict[str, list[torch.Tensor]]:
-    """Return of each layer the sums of its inputs and of its outputs over all ranks, float64."""
-    sizes = [size for linear in linears.values() for size in (linear.num_in, linear.num_out)]
+def sums_of_all(comm: Communicator, sizes: Sequence[int], make: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
+    """Return the sums over ranks, float64, of what ``make`` returns for each number, 1-D of these ``sizes``.
 
-    def fill(words: torch.Tensor) -> None:
-        parts = iter(torch.split(words, sizes))
-        for name in linears:
-            for own in listener.sums[name]:
-                whole = next(parts)
-                start, stop = listener.sample_group.features(len(whole))
-                whole[start:stop] = own
+    Every rank must call it: as many rounds as 8 MiB hold. What ``make`` raises on one rank is raised on all.
+    """
+    sums = list[torch.Tensor]()
+    for some in batches(enumerate(sizes), _NUM_TOGETHER):
+        numels = [sizes[i] for i in some]
 
-    parts = iter(torch.split(sum_together(comm, (sum(sizes),), fill, torch.float64), sizes))
-    return {name: [next(parts), next(parts)] for name in linears}
+        def fill(words: torch.Tensor, some: list[int] = some, numels: list[int] = numels) -> None:
+            for part, values in zip(torch.split(words, numels), fetched([make(i) for i in some]), strict=True):
+                part.copy_(values)
+
+        sums += torch.split(sum_together(comm, (sum(numels),), fill, torch.float64), numels)
+    return sums
 
 
 class _BackwardListener:
     """Takes in, through hooks, what layers are given and the gradients of what they put out; sums of this rank."""
 
     def __init__(self, sample_group: SampleGroup, linears: Mapping[str, LinearLayer], device: torch.device) -> None:
-        self.sample_group, self._linears = sample_group, linears
-        self.sums: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # of this rank's features: inputs, outputs
-        for name, linear in linears.items():
-            bounds = [sample_group.features(num) for num in (linear.num_in, linear.num_out)]
-            inputs, outputs = (torch.zeros(stop - start, dtype=torch.float64, device=device) for start, stop in bounds)
-            self.sums[name] = inputs, outputs
+        self._sample_group, self._linears = sample_group, linears
+        self._numbers = {name: 2 * i for i, name in enumerate(linears)}  # of the sum of inputs; that of outputs follows
+        self.sizes = [size for linear in linears.values() for size in (linear.num_in, linear.num_out)]
+        bounds = map(sample_group.features, self.sizes)  # of this rank's features
+        self._sums = [torch.zeros(stop - start, dtype=torch.float64, device=device) for start, stop in bounds]
         self._losses: list[tuple[range, torch.Tensor]] = []  # of the windows of each batch that counts
         self._takes = False  # not while a block runs once more, nor for a batch that does not count
 
@@ -168,16 +160,21 @@ class _BackwardListener:
         Raises:
             ValueError: NaN or Inf.
         """
-        sums = [total for name in self._linears for total in self.sums[name]]
         losses = fetched([loss for _, loss in self._losses])
         for (windows, _), loss in zip(self._losses, losses, strict=True):
             if not loss.isfinite():
                 raise ValueError(f"the loss of calibration samples {named(windows)} is {loss}")
-        finite = fetched([are_finite(total) for total in sums])
+        finite = fetched([are_finite(total) for total in self._sums])
         for name, inputs, outputs in zip(self._linears, finite[::2], finite[1::2], strict=True):
             if not (inputs and outputs):
                 what = "gradients of what it puts out" if inputs else "inputs"
                 raise ValueError(f"{name!r}: NaN or Inf in the {what} in calibration samples")
+
+    def whole(self, number: int) -> torch.Tensor:
+        """Return a sum of this rank's, zero of features that are not its own."""
+        own, size = self._sums[number], self.sizes[number]
+        start, stop = self._sample_group.features(size)
+        return own if len(own) == size else nn.functional.pad(own, (start, size - stop))
 
     def _given(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Take in the inputs of a linear layer, and return them so that gradients of outputs flow."""
@@ -218,11 +215,11 @@ class _BackwardListener:
 
     def _add(self, name: str, x: torch.Tensor, which: int) -> None:
         """Add the squares of ``x`` (..., features), inputs of layer ``name`` (0) or gradients of its outputs (1)."""
-        num = (self._linears[name].num_in, self._linears[name].num_out)[which]
-        self.sample_group.check_cut(x, num, f"{name!r} {'puts out' if which else 'is given'}")
-        own = self.sample_group.own_features(x, num)
+        number = self._numbers[name] + which
+        self._sample_group.check_cut(x, self.sizes[number], f"{name!r} {'puts out' if which else 'is given'}")
+        own = self._sample_group.own_features(x, self.sizes[number])
         norms = torch.linalg.vector_norm(own, dim=0, dtype=torch.float64)
-        self.sums[name][which].addcmul_(norms, norms)
+        self._sums[number].addcmul_(norms, norms)
 
 
 @contextmanager

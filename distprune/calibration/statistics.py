@@ -23,7 +23,7 @@ import torch
 from distprune.calibration.listening import first_layers, listening
 from distprune.calibration.moments import Moments, Needs
 from distprune.calibration.shared_inputs import SharedInput, send_tokens, shared_inputs
-from distprune.calibration.targets import DenseSample, Targets
+from distprune.calibration.targets import Targets
 from distprune.calibration.walk import Walk
 from distprune.collectives.base import Communicator, as_told
 from distprune.collectives.guarded import guarding
@@ -59,7 +59,6 @@ class InputStatistics:
     stops: bool = False
     # Of this sample:
     _counts: bool = True  # it is not padding
-    _dense: DenseSample | None = None
     _inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # of layers that add to hidden states
     _num_awaited: int = 0
     # By the first layer of those that share an input: by what is summed, float64, (this rank's features, ...). Of x,
@@ -85,7 +84,6 @@ class InputStatistics:
             with listening(walk, self.linears, self, adding), walk.block(index) as run:
                 for batch in range(walk.num_batches):
                     self._counts = bool(walk.batches[batch].windows)
-                    self._dense = targets.samples[batch] if targets is not None and self._counts else None
                     self._num_awaited = num_awaited
                     self._inputs.clear()
                     with suppress(StageDone):
@@ -101,19 +99,24 @@ class InputStatistics:
         if not self._counts:
             return
         group, num_in = self.walk.sample_group, self.linears[name].num_in
-        group.check_cut(x, num_in, f"{name!r} is given")
+        try:
+            group.check_cut(x, num_in, f"{name!r} is given")
+        except NotImplementedError as error:  # this run goes on, whose layers may communicate
+            self._error = error
+            return
         own = group.own_features(x, num_in)
         self._num_tokens[name] += len(own)
         if self._first_of.setdefault(name, first) != first:
             raise NotImplementedError(
                 f"{name!r} has the input of {self._first_of[name]!r} in one sample and that of {first!r} in another"
             )
-        if self._dense is not None and name in self._dense.totals:
+        if self.targets is not None and name in self.targets.totals[self.walk.running]:
             self._inputs[name] = own
         if first != name:
             return
         whole = group.all_features(self.comm, x, num_in) if self.needs == "products" else None
-        dense = self._dense.beside(name, own, tokens) if self._dense is not None and self._is_shifted(name) else None
+        shifted = None if self.targets is None or name not in self.targets.order.shifted else self.targets
+        dense = None if shifted is None else shifted.beside(name, own, tokens)
         if name in self._routed:
             kept = own if dense is None else torch.cat([own, dense], dim=1)
             where = "cpu" if self.walk.offload else kept.device
@@ -124,9 +127,9 @@ class InputStatistics:
     @own_settings()
     def added(self, name: str, total: torch.Tensor) -> None:
         """Count the hidden states ``total`` that the output of layer ``name`` was added to."""
-        if self._dense is not None and name in self._inputs:
-            x, change = self._inputs.pop(name), self._dense.residual(name, total)
-            self._add(self._first_of[name], name, product(x, change))
+        if self.targets is not None and name in self._inputs:
+            change = self.targets.residual(name, total)
+            self._add(self._first_of[name], name, product(self._inputs.pop(name), change))
         if name in self.linears:
             self.passed(name)
 
@@ -180,7 +183,6 @@ class InputStatistics:
             ValueError: on every rank: a layer was given NaN or Inf; it names the layer.
             NotImplementedError: on every rank: layers share an input on one rank and not on another.
         """
-
         inputs = shared_inputs(self.comm, self.linears, self._routed, self._heard)
         # From here on an input goes by the first of its layers in their own order, whichever is called first.
         names = {name: shared.names[0] for shared in inputs for name in shared.names}

@@ -26,18 +26,60 @@ from distprune.models.linear_layers import LinearLayer
 
 
 @dataclass
-class DenseSample:
-    """One sample in the dense stream: this rank's features of the layers' inputs, and the sums that layers add to."""
+class Targets:
+    """What the layers of one block of ``walk`` are given and add to in the dense stream.
 
-    inputs: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)  # and of which tokens
-    totals: dict[str, torch.Tensor] = field(default_factory=dict)
+    By batch and layer: ``inputs``, this rank's features, with the tokens that they are of, and ``totals``, the sums
+    that layers add to. They are kept where the walk keeps hidden states.
+    """
+
+    walk: Walk
+    order: BlockOrder
+    linears: Mapping[str, LinearLayer]  # all of the block
+    inputs: list[dict[str, tuple[torch.Tensor, torch.Tensor | None]]] = field(default_factory=list)
+    totals: list[dict[str, torch.Tensor]] = field(default_factory=list)
+
+    @property
+    def adding(self) -> dict[str, LinearLayer]:
+        """The layers that add to hidden states."""
+        return {name: linear for name, linear in self.linears.items() if name in self.order.adding}
+
+    def run(self, comm: Communicator, index: int, linears: Mapping[str, LinearLayer]) -> None:
+        """Advance the dense stream behind block ``index``, and keep what it meets there, of ``linears``' inputs.
+
+        Every rank must call it: the rounds of :meth:`Walk.advance`.
+        """
+        self.inputs = [{} for _ in self.walk.batches]
+        self.totals = [{} for _ in self.walk.batches]
+        with listening(self.walk, linears, self, self.adding):
+            self.walk.advance(index, comm, dense=True)
+
+    def given(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None, first: str) -> None:
+        # Of a module that runs several times, or not always, it is not known which inputs belong together.
+        if name not in self.order.shifted or name not in self.order.called_once:
+            return
+        inputs = self.inputs[self.walk.running]
+        if first in inputs:
+            inputs[name] = inputs[first][0], tokens
+        else:
+            own = self.walk.sample_group.own_features(x, self.linears[name].num_in)
+            inputs[name] = self._copy(own), tokens
+
+    def passed(self, name: str) -> None: ...
+
+    def added(self, name: str, total: torch.Tensor) -> None:
+        self.totals[self.walk.running][name] = self._copy(flat_local(total))
+
+    def _copy(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to("cpu" if self.walk.offload else values.device, copy=True)
 
     def beside(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
         """Return what stands beside ``x`` (tokens, features of this rank) of layer ``name`` in the dense stream.
 
-        For a token that was not routed there, that of ``x`` itself, as for all if it is not known which were.
+        Of the batch that runs. For a token that was not routed there, that of ``x`` itself, as for all if it is not
+        known which were.
         """
-        dense, dense_tokens = self.inputs.get(name, (x, None))
+        dense, dense_tokens = self.inputs[self.walk.running].get(name, (x, None))
         dense = dense.to(x.device)
         if tokens is None or dense_tokens is None:
             _check_alike(name, dense, x)
@@ -50,55 +92,10 @@ class DenseSample:
         return torch.where(is_there[:, None], dense[places], x)
 
     def residual(self, name: str, total: torch.Tensor) -> torch.Tensor:
-        """Return total_dense - ``total`` (tokens, out), float32, of layer ``name``."""
-        dense, total = self.totals[name], flat_local(total)
+        """Return total_dense - ``total`` (tokens, out), float32, of layer ``name`` and the batch that runs."""
+        dense, total = self.totals[self.walk.running][name], flat_local(total)
         _check_alike(name, dense, total)
         return dense.to(total.device).float() - total
-
-
-@dataclass
-class Targets:
-    """What the layers of one block of ``walk`` are given and add to in the dense stream, by sample.
-
-    It is kept where the walk keeps hidden states.
-    """
-
-    walk: Walk
-    order: BlockOrder
-    linears: Mapping[str, LinearLayer]  # all of the block
-    samples: list[DenseSample] = field(default_factory=list)
-
-    @property
-    def adding(self) -> dict[str, LinearLayer]:
-        """The layers that add to hidden states."""
-        return {name: linear for name, linear in self.linears.items() if name in self.order.adding}
-
-    def run(self, comm: Communicator, index: int, linears: Mapping[str, LinearLayer]) -> None:
-        """Advance the dense stream behind block ``index``, and keep what it meets there, of ``linears``' inputs.
-
-        Every rank must call it: the rounds of :meth:`Walk.advance`.
-        """
-        self.samples += [DenseSample() for _ in self.walk.batches]
-        with listening(self.walk, linears, self, self.adding):
-            self.walk.advance(index, comm, dense=True)
-
-    def given(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None, first: str) -> None:
-        # Of a module that runs several times, or not always, it is not known which inputs belong together.
-        if name not in self.order.shifted or name not in self.order.called_once:
-            return
-        inputs = self.samples[self.walk.running].inputs
-        if first in inputs:
-            inputs[name] = inputs[first][0], tokens
-        else:
-            inputs[name] = self._copy(self.walk.sample_group.own_features(x, self.linears[name].num_in)), tokens
-
-    def passed(self, name: str) -> None: ...
-
-    def added(self, name: str, total: torch.Tensor) -> None:
-        self.samples[self.walk.running].totals[name] = self._copy(flat_local(total))
-
-    def _copy(self, values: torch.Tensor) -> torch.Tensor:
-        return values.to("cpu" if self.walk.offload else values.device, copy=True)
 
 
 def _check_alike(name: str, dense: torch.Tensor, own: torch.Tensor) -> None:

@@ -18,9 +18,9 @@ from torch import nn
 
 from distprune.calibration.own_words import samples_of
 from distprune.calibration.sample_group import find_sample_group
-from distprune.calibration.sensitivity import Sensitivity, measure_sensitivities
+from distprune.calibration.sensitivity import Sensitivity, measure_sensitivities, sums_of_all
 from distprune.calibration.token_ids import TokenIds
-from distprune.collectives.agree import max_together, sum_together, together
+from distprune.collectives.agree import max_together
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Group, communicator
 from distprune.models.decoder_blocks import decoder_blocks
@@ -71,9 +71,9 @@ def allocate(
 
     Every rank of ``group`` must call it, with equal arguments; all come to the same shares, and N ranks to those of
     one but for rounding. The model is left as it was. In memory beyond its shards: the hidden states of one batch
-    between blocks, the activations of one block, which a backward pass needs, and 8 KiB a layer. Rounds: 7 (4 more
-    where ranks hold different parameters), and 2 for each block, of 8 bytes for each input and output of its layers,
-    and of 16 KiB for each of these.
+    between blocks, the activations of one block, which a backward pass needs, and 16 KiB a layer. Rounds: 6 (4 more
+    where ranks hold different parameters), and one for each 8 MiB of 8 bytes for each input and output of a layer, and
+    of 16 KiB a layer.
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank: what ``prune_blocks`` refuses; a budget that no
@@ -97,33 +97,27 @@ def allocate(
     shards = agreed.shards()
     check_parts(comm, agreed.roster, lambda: shards)
     sample_group = find_sample_group(comm, plan.axis)
-    found = measure_sensitivities(
-        comm, sample_group, model, [of.linears for of in plan.linears], plan.samples, progress, batch_tokens
-    )
-    with together(comm):
-        by_parameter = {shard.name: shard for shard in shards}
-        blocks: list[list[_Layer]] = []
-        for (prefix, _), of_block in zip(decoder_blocks(model), plan.linears, strict=True):
-            names = {f"{prefix}.{of.name}": of for of in of_block.linears.values()}
-            blocks.append(
-                [
-                    _Layer(name, by_parameter[f"{prefix}.{of.parameter_path}"], of, found[name])
-                    for name, of in names.items()
-                ]
-            )
-    layers = [layer for of_block in blocks for layer in of_block]
-    num_out = [layer.linear.num_out for layer in layers]
-    bounds = [
-        _bounds(layer.linear.num_in, sparsity, max_difference if layer.found.inputs.any() else 0.0) for layer in layers
+    linears = {
+        f"{block}.{layer}": linear
+        for (block, _), of_block in zip(decoder_blocks(model), plan.linears, strict=True)
+        for layer, linear in of_block.linears.items()
+    }
+    found = measure_sensitivities(comm, sample_group, model, linears, plan.samples, progress, batch_tokens)
+    by_path = {shard.name: shard for shard in shards}
+    layers = [
+        _Layer(by_path[name.removesuffix(linear.name) + linear.parameter_path], linear, found[name])
+        for name, linear in linears.items()
     ]
-    budget = round(sparsity * sum(layer.linear.num_out * layer.linear.num_in for layer in layers))
-    counts = below_one_threshold(
-        _histograms(comm, blocks),
-        [(low * rows, high * rows) for (low, high), rows in zip(bounds, num_out, strict=True)],
-        budget,
-    )
+    num_out = [linear.num_out for linear in linears.values()]
+    bounds = [
+        _bounds(linear.num_in, sparsity, max_difference if found[name].inputs.any() else 0.0)
+        for name, linear in linears.items()
+    ]
+    of_layers = [(low * rows, high * rows) for (low, high), rows in zip(bounds, num_out, strict=True)]
+    budget = round(sparsity * sum(linear.num_out * linear.num_in for linear in linears.values()))
+    counts = below_one_threshold(_histograms(comm, layers), of_layers, budget)
     pruned = whole_rows_of(counts, num_out, bounds, budget)
-    return {layer.name: num / layer.linear.num_in for layer, num in zip(layers, pruned, strict=True)}
+    return {name: num / linear.num_in for (name, linear), num in zip(linears.items(), pruned, strict=True)}
 
 
 def _bounds(num_in: int, sparsity: float, max_difference: float) -> Bounds:
@@ -148,7 +142,7 @@ def below_one_threshold(histograms: torch.Tensor, bounds: Sequence[Bounds], budg
             f"no shares meet the budget: {budget} weights are to be pruned, and the bounds allow {int(least.sum())} to "
             f"{int(most.sum())}; change the sparsity, or raise max_difference"
         )
-    below = torch.nn.functional.pad(histograms.double().cumsum(dim=1), (1, 0))
+    below = nn.functional.pad(histograms.double().cumsum(dim=1), (1, 0))
     last = histograms.shape[1] - 1
 
     def counts(threshold: float) -> torch.Tensor:
@@ -159,8 +153,8 @@ def below_one_threshold(histograms: torch.Tensor, bounds: Sequence[Bounds], budg
     for _ in range(_NUM_HALVINGS):
         threshold = (low + high) / 2
         low, high = (threshold, high) if counts(threshold).sum() < budget else (low, threshold)
-    found: list[float] = counts(high).tolist()
-    return found
+    of_layers: list[float] = counts(high).tolist()
+    return of_layers
 
 
 def whole_rows_of(counts: Sequence[float], num_out: Sequence[int], bounds: Sequence[Bounds], budget: int) -> list[int]:
@@ -187,7 +181,6 @@ def whole_rows_of(counts: Sequence[float], num_out: Sequence[int], bounds: Seque
 class _Layer:
     """A linear layer, the part of its parameter on this rank, and what the backward pass found."""
 
-    name: str
     parameter: LocalShard
     linear: LinearLayer
     found: Sensitivity
@@ -228,23 +221,15 @@ class _Layer:
 
 
 @own_settings()
-def _histograms(comm: Communicator, blocks: Sequence[Sequence[_Layer]]) -> torch.Tensor:
-    """Return for each layer how many of its weights have which score, (layers, bins) float32: bins are those of all.
+def _histograms(comm: Communicator, layers: Sequence[_Layer]) -> torch.Tensor:
+    """Return for each layer how many of its weights have which score, (layers, bins) float64: bins are those of all.
 
-    Every rank must call it: a round of 8 bytes, and for each block one of 16 KiB a layer.
+    Every rank must call it: a round of 8 bytes, and those of ``sums_of_all``, of 16 KiB a layer.
     """
 
     def fill_most(words: torch.Tensor) -> None:
-        words.fill_(max(map(float, fetched([layer.most() for layers in blocks for layer in layers])), default=0.0))
+        words.fill_(max(map(float, fetched([layer.most() for layer in layers])), default=0.0))
 
     most = float(max_together(comm, (1,), fill_most, torch.float64))
     highest = math.log2(most) if most > 0 else 0.0
-    of_blocks = []
-    for layers in blocks:
-
-        def fill(words: torch.Tensor, layers: Sequence[_Layer] = layers) -> None:
-            for counts, histogram in zip(words, fetched([layer.histogram(highest) for layer in layers]), strict=True):
-                counts.copy_(histogram)
-
-        of_blocks.append(sum_together(comm, (len(layers), _NUM_BINS), fill, torch.float64).float())
-    return torch.cat(of_blocks)
+    return torch.stack(sums_of_all(comm, [_NUM_BINS] * len(layers), lambda number: layers[number].histogram(highest)))

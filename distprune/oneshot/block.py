@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from distprune.calibration.catch_inputs import walking
 from distprune.calibration.moments import Moments
 from distprune.calibration.order import BlockOrder, learn_order
 from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.statistics import InputStatistics
 from distprune.calibration.targets import Targets
-from distprune.calibration.visit import walking
 from distprune.calibration.walk import Walk
 from distprune.collectives.agree import agree, max_together, together
 from distprune.collectives.base import Communicator, Traffic
@@ -241,8 +241,8 @@ class _BlockWalk:
         for skipped in range(self.index + 1, self.following):
             walk.advance(skipped, self.comm, dense=True)
         if self._healed is not None:
-            for of_sample, hidden in zip(targets.samples, walk.dense, strict=True):
-                of_sample.totals[self._healed] = hidden.reshape(-1, hidden.shape[-1])
+            for totals, hidden in zip(targets.totals, walk.dense, strict=True):
+                totals[self._healed] = hidden.reshape(-1, hidden.shape[-1])
         elif self.index in self.plan.healed:
             layer, why = self.plan.healed[self.index], "what it puts out is not added to hidden states as it is"
             warnings.warn(f"'{self.name}.{layer}' cannot make up for the blocks behind it: {why}", stacklevel=2)

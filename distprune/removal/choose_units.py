@@ -166,7 +166,7 @@ def choose_units(
     if "norms" in criterion.needs and asked:
         find_norms(comm, asked.values(), {shard.name: shard for shard in plan.shards})
     if "gradients" in criterion.needs:
-        linears = [of_block.linears for of_block in readers.linears]
+        linears = {name: one.linear for name, one in asked.items()}
         found = measure_sensitivities(comm, sample_group, model, linears, samples, batch_tokens=batch_tokens)
         for name, one in asked.items():
             one.gradients = found[name].outputs

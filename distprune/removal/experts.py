@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from distprune.calibration.catch_inputs import visit_blocks
 from distprune.calibration.data import device_of, token_digest
-from distprune.calibration.visit import visit_blocks
 from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import Group, communicator
 from distprune.models.decoder_blocks import decoder_blocks

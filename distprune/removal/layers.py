@@ -17,10 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from distprune.calibration.catch_inputs import past_blocks
+from distprune.calibration.catch_inputs import past_blocks, visit_blocks, walking
 from distprune.calibration.data import token_digest
 from distprune.calibration.sample_group import find_sample_group, shared_axis
-from distprune.calibration.visit import visit_blocks, walking
 from distprune.calibration.walk import Walk, with_hidden
 from distprune.collectives.agree import agree, sum_together, together
 from distprune.collectives.base import Communicator

@@ -23,11 +23,9 @@ from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Alone, communicator
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.linear_layers import linear_layers
-from distprune.selection.highest import keep_highest_per_group, keep_highest_per_row
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
-from tests.oneshot_oracle import linears, listening, prune_model
+from tests.oneshot_oracle import linears, listening
 from tests.sampling import pairs_first
-from tests.solver_oracle import NM
 from tests.worlds import ProcessPool, drawing, run_threads
 
 TOKENS = samples(5)
@@ -135,51 +133,6 @@ def test_the_same_on_any_number_of_ranks(pool: ProcessPool, world_size: int, arc
                 assert (own.products is None) == (needs == "squares" or own.owner != rank)
                 if own.products is not None:
                     torch.testing.assert_close(own.products, m.products, rtol=1e-5, atol=1e-5)
-
-
-def wanda(model: nn.Module, comm: Communicator, pattern: float | NM) -> dict[str, torch.Tensor]:
-    """Wanda on a model that is whole on every rank, from the parts of this package."""
-    walk = walk_of_model(model, comm)
-    masks: dict[str, torch.Tensor] = {}
-    for index, (block_name, block) in enumerate(walk.blocks):
-        linears = linear_layers(block)
-        for moments in moments_of(walk, "squares", comm, index):
-            norms = moments.norms
-            for name in moments.names:
-                linear = linears[name]
-                weight = linear.parameter.detach()[... if linear.expert is None else linear.expert]
-                weight = weight.t() if linear.transposed else weight
-                scores = weight.abs() * norms
-                if isinstance(pattern, NM):
-                    keep = keep_highest_per_group(scores, pattern.n, pattern.m)
-                else:
-                    keep = keep_highest_per_row(scores, round(pattern * linear.num_in))
-                weight.mul_(keep)
-                masks[f"{block_name}.{name}"] = keep
-        walk.advance(index, comm)
-    return masks
-
-
-def wanda_on_rank(_: int, architecture: str, pattern: float | NM) -> dict[str, torch.Tensor]:
-    return wanda(tiny_model(architecture), communicator(), pattern)
-
-
-@pytest.mark.parametrize("pattern", [0.5, NM(2, 4), NM(4, 8), NM(1, 4)], ids=str)
-@pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
-@pytest.mark.sampled(8)
-def test_wanda_from_these_parts_is_the_oracle(architecture: str, pattern: float | NM) -> None:
-    wanted = prune_model(tiny_model(architecture), TOKENS, "wanda", pattern)
-    found = wanda(tiny_model(architecture), Alone(), pattern)
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "bloom", "mixtral"])
-def test_wanda_with_the_samples_over_ranks(pool: ProcessPool, architecture: str) -> None:
-    wanted = wanda(tiny_model(architecture), Alone(), 0.5)
-    for world_size in (2, 4):
-        for found in pool.run(world_size, wanda_on_rank, architecture, 0.5):
-            assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -294,18 +247,6 @@ def test_what_is_the_same_input() -> None:
 def test_samples_that_do_not_count() -> None:
     (moments,) = listen("same", "same", num_padding=1)
     assert moments.num_tokens == 1
-
-
-def with_nan(rank: int) -> None:
-    with drawing(0):
-        block = nn.Sequential(nn.Linear(4, 4))
-    moments_of(walk_of(block, [torch.full((1, 4), torch.inf if rank == 1 else 1.0)]), "products", communicator())
-
-
-def test_errors_are_heard_on_all_ranks() -> None:
-    for error in run_threads(2, with_nan, catch=True):
-        assert isinstance(error, ValueError)
-        assert "NaN or Inf in the inputs of '0'" in str(error)
 
 
 def test_a_part_of_the_features() -> None:

@@ -157,7 +157,7 @@ def nan_in_one_stream(rank: int, stream: str) -> None:
     walk.dense += [hidden.clone() for hidden in walk.hidden]
     targets.run(Alone(), 0, linears)
     if rank == 1:
-        spoiled = walk.hidden[0][0] if stream == "pruned" else targets.samples[0].inputs["mlp.up_proj"][0]
+        spoiled = walk.hidden[0][0] if stream == "pruned" else targets.inputs[0]["mlp.up_proj"][0]
         spoiled[3] = torch.nan
     statistics = InputStatistics(comm, walk, linears, "products", targets)
     statistics.run(0)

@@ -69,7 +69,11 @@ def test_equals_the_oracle(architecture: str) -> None:
 
 
 def measured(model: nn.Module, tokens: torch.Tensor) -> dict[str, Sensitivity]:
-    linears = [linear_layers(block) for _, block in decoder_blocks(model)]
+    linears = {
+        f"{name}.{layer}": linear
+        for name, block in decoder_blocks(model)
+        for layer, linear in linear_layers(block).items()
+    }
     return measure_sensitivities(Alone(), SampleGroup(), model, linears, tokens)
 
 

@@ -15,10 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from typing_extensions import override
 
-from distprune.calibration import visit
-from distprune.calibration.catch_inputs import catch_inputs
+from distprune.calibration.catch_inputs import catch_inputs, walking
 from distprune.calibration.sample_group import find_sample_group
-from distprune.calibration.visit import walking
 from distprune.calibration.walk import Walk
 from distprune.collectives.communicator import communicator
 from distprune.evaluation import Continuation, log_likelihoods
@@ -209,7 +207,7 @@ def test_every_walk_offloads(architecture: str, sizes: dict[str, Any], monkeypat
         walks.append(offload)
         return catch_inputs(*args, offload=offload, **more)
 
-    monkeypatch.setattr(visit, "catch_inputs", caught)
+    monkeypatch.setattr("distprune.calibration.catch_inputs.catch_inputs", caught)
     shrink_model(tiny_model(architecture), TOKENS, layer_criterion="influence", offload=True, **sizes)
     assert len(walks) >= 2
     assert all(walks)
