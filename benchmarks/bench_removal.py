@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.bench_one_shot import append
 from benchmarks.measure import heading, on_ranks, shard, show, spread, table, unpin
 from benchmarks.texts import ABOUT, EVALUATION_TOKENS, KINDS, LENGTH, by_kind, over_dense, write_texts
-from distprune.calibration.data import load_samples
+from distprune.calibration.data import calibration_windows
 from distprune.calibration.own_words import own_words
 from distprune.evaluation import perplexity, tokenize_file
 from distprune.jobs.own_words import OWN_WORDS, mixed
@@ -106,9 +106,7 @@ def run(_: int, case: Case, texts: Path, known: Known, loss_samples: int) -> dic
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     shard(model)
     calibration = texts / "calibration.txt"
-    samples = load_samples(
-        tokenizer, calibration, model, num_samples=NUM_SAMPLES, sequence_length=LENGTH, seed=case.seed
-    )
+    samples = calibration_windows(calibration, tokenizer, NUM_SAMPLES, LENGTH, case.seed)
     some = samples[:: NUM_SAMPLES // loss_samples]
     if case.method.endswith(OWN):
         samples = with_own_words(model, tokenizer, samples, texts, case.seed)
@@ -145,9 +143,7 @@ def with_own_words(model: Any, tokenizer: Any, samples: torch.Tensor, texts: Pat
     path = texts / f"own_words{seed}.pt"
     if not path.exists():
         num = OWN_WORDS // 3
-        begun = load_samples(
-            tokenizer, texts / "calibration.txt", model, num_samples=num, sequence_length=32, seed=seed
-        )
+        begun = calibration_windows(texts / "calibration.txt", tokenizer, num, 32, seed)
         words = own_words(model, OWN_WORDS, LENGTH, prompts=begun, seed=seed, tokenizer=tokenizer)
         torch.save([words[:num], words[num:]], path.with_suffix(f".{os.getpid()}"))
         path.with_suffix(f".{os.getpid()}").replace(path)

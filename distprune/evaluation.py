@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from distprune.calibration.data import check_fit, device_of, tokens_together
-from distprune.calibration.sample_group import find_sample_group, shared_axis
+from distprune.calibration.sample_group import find_sample_group
 from distprune.calibration.text import first_tokens
 from distprune.calibration.token_ids import TokenIds, as_line, as_windows
 from distprune.collectives.agree import together
@@ -37,7 +37,7 @@ class Continuation:
 
 
 def tokenize_file(tokenizer: Any, path: str | Path, *, max_tokens: int, sequence_length: int) -> torch.Tensor:
-    """Return the first ``max_tokens`` token ids (1-D int64) of a file: text, or JSON lines as in ``load_samples``.
+    """Return the first ``max_tokens`` token ids (1-D int64) of a file: text or JSON lines, as ``calibration_windows``.
 
     Local.
 
@@ -163,9 +163,8 @@ def log_likelihoods(
         if inputs_of_all:
             check_fit(torch.cat(inputs_of_all), model, max(map(len, inputs_of_all)))
         reset_forward(model)
-        axis = shared_axis(model)
         num_together = tokens_together(model, batch_tokens)
-    sample_group = find_sample_group(comm, axis)
+    sample_group = find_sample_group(comm, model)
     device = device_of(model)
     batches = _batches(asked, num_together, sample_group.num_groups)
     num_rounds = -(-len(batches) // sample_group.num_groups)

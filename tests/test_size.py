@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "distprune"
 # By folder, "." the files beside them: the most lines of code that it may have, and the goal.
 LINES = {
     ".": (416, 320),
-    "calibration": (1883, 1350),
+    "calibration": (1857, 1350),
     "checkpoint": (1503, 1180),
     "cli": (583, 410),
     "collectives": (675, 640),
@@ -20,7 +20,7 @@ LINES = {
     "kernels": (814, 800),
     "masks": (487, 470),
     "models": (898, 690),
-    "oneshot": (1935, 1440),
+    "oneshot": (1926, 1440),
     "patterns": (1455, 690),
     "pruning": (1421, 960),
     "removal": (1541, 1160),

@@ -6,7 +6,7 @@ Both are told by forwards of the model in which its blocks are stood in for: nei
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 from typing_extensions import override
 
 from distprune.calibration.data import device_of
-from distprune.calibration.sample_group import SampleGroup, find_sample_group, shared_axis
+from distprune.calibration.sample_group import find_sample_group
 from distprune.calibration.walk import Batch, Call, Walk, check_plain, hidden_of, in_steps, own_samples, with_hidden
 from distprune.collectives.agree import sum_together, together
 from distprune.collectives.base import Communicator
@@ -25,8 +25,10 @@ from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.evaluating import evaluating, keeping_weights
 from distprune.shards.device import fetched
 from distprune.shards.fsdp2_forward import gather, kept_gathered, reset_forward, take_roots
+from distprune.shards.torch_private import private
 
 Progress = Callable[[int, int], None] | None
+_tree_leaves = private("torch.utils._pytree", "tree_leaves")
 # Open while a block is run on all batches of this rank: what a batch adds, (n,), given what the block was given and put
 # out. Local.
 Visit = AbstractContextManager[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
@@ -37,7 +39,6 @@ _Called = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 @contextmanager
 def walking(
     comm: Communicator,
-    sample_group: SampleGroup,
     model: nn.Module,
     samples: torch.Tensor,
     *,
@@ -50,12 +51,14 @@ def walking(
 
     ``has_dense``: the walk has a dense stream; ``batch_tokens`` run together, see ``tokens_together``;
     ``num_together`` consecutive samples of all make one of the walk's steps, if there are to be any. Every rank must
-    call it. Rounds: those of :func:`catch_inputs`, one of 64 bytes before each of them, and one at the end.
+    call it. Rounds: those of :func:`find_sample_group` and :func:`catch_inputs`, one of 64 bytes before each of these,
+    and one at the end.
 
     Raises:
         NotImplementedError: on every rank: tensor parallelism cuts hidden states between blocks.
-        Exception: on every rank: what ``catch_inputs`` raises.
+        Exception: on every rank: what ``find_sample_group`` and ``catch_inputs`` raise.
     """
+    sample_group = find_sample_group(comm, model)
     with ExitStack() as stack:
         with guarding(comm) as ranks:
             stack.enter_context(evaluating(model))
@@ -96,10 +99,7 @@ def visit_blocks(
         ValueError, NotImplementedError, Exception: on every rank: what the walk raises, or on one a visit or
             ``progress``.
     """
-    with together(comm):
-        axis = shared_axis(model)
-    sample_group = find_sample_group(comm, axis)
-    with walking(comm, sample_group, model, samples, offload=offload, batch_tokens=batch_tokens) as walk:
+    with walking(comm, model, samples, offload=offload, batch_tokens=batch_tokens) as walk:
         for index, visit in enumerate(visits):
             yield _visited(comm, walk, index, visit, progress)
 
@@ -275,7 +275,7 @@ class _Learner:
                 "once, in order"
             )
         hidden, call = _part(name, args, kwargs)
-        if any(given is extra for given in _tensors((call.args, call.kwargs)) for extra in self._extras):
+        if any(given is extra for given in _tree_leaves((call.args, call.kwargs)) for extra in self._extras):
             raise NotImplementedError(
                 f"block {name!r} is given more of what the one before puts out than hidden states, which a walk from "
                 "block to block cannot follow; prune_model prunes by the weights alone"
@@ -292,7 +292,8 @@ class _Learner:
             gather(block)
             self.output = block(*args, **kwargs)
             self._put_out = hidden_of(self.output).clone()
-            self._extras = list(_tensors(self.output[1:] if isinstance(self.output, tuple | list) else ()))
+            beside = _tree_leaves(self.output[1:] if isinstance(self.output, tuple | list) else ())
+            self._extras = [extra for extra in beside if isinstance(extra, torch.Tensor)]
             return self.output
         self._put_out = hidden.clone()
         return with_hidden(self.output, hidden)
@@ -315,14 +316,3 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     if one.shape != other.shape or one.dtype != other.dtype:
         return torch.zeros((), dtype=torch.bool, device=one.device)
     return ((one == other) | (one.isnan() & other.isnan())).all()
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested tuples, lists and mappings."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _tensors(part)

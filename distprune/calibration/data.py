@@ -12,49 +12,9 @@ import torch
 from torch import nn
 
 from distprune.calibration.text import draw_windows, draw_windows_of_text, is_drawn_by_place, open_text, tokens_of
-from distprune.collectives.agree import agree, together
-from distprune.collectives.communicator import Group, communicator
 
 _BATCH_TOKENS = 8192
 _CPU_FEATURES = 1 << 21  # of the hidden states of one batch
-
-
-def load_samples(
-    tokenizer: Any,
-    path: str | Path,
-    model: nn.Module,
-    *,
-    num_samples: int | None,
-    sequence_length: int,
-    seed: int = 0,
-    group: Group = None,
-) -> torch.Tensor:
-    """Return ``num_samples`` windows from all over a calibration file, (num_samples, sequence_length) int64.
-
-    A file named ``.jsonl``, ``.ndjson`` or ``.json`` holds one JSON object a line, whose ``text`` counts,
-    or one JSON string a line; an end-of-sequence token, where the tokenizer has one, follows each. Any
-    other file is one text. The tokens are cut into windows without gaps, of which ``seed`` draws; ``None``: all of
-    them. A file that is too large to tokenize whole is drawn from by position: each of ``num_samples`` stretches of
-    equal length gives one window, which begins with a word anywhere in a document. So long documents give more windows.
-
-    Every rank reads the file and must find the same tokens: two rounds of 64 bytes.
-
-    Raises:
-        FileNotFoundError: on every rank: no such file.
-        ValueError: on every rank: it is not UTF-8, a line is not what it should be (or longer than 64 MiB, where it is
-            drawn from by position), there is too little text, a sequence is longer than the model has positions for,
-            a token id is outside of the model's vocabulary, or the ranks find different tokens.
-    """
-    comm = communicator(group)
-    facts: dict[str, Any] = {"samples": num_samples, "sequence length": sequence_length, "seed": seed}
-    with together(comm):
-        if (num_samples is not None and num_samples < 1) or sequence_length < 1:
-            raise ValueError(f"{num_samples=} of {sequence_length=}: one sample of one token is the least")
-        token_ids = draw_windows(tokenizer, Path(path), num_samples, sequence_length, seed)
-        check_fit(token_ids, model)
-        facts["calibration tokens"] = token_digest(token_ids)
-    agree(comm, facts)
-    return token_ids
 
 
 def calibration_windows(
@@ -73,16 +33,21 @@ def calibration_windows(
     They are what ``distprune prune --calibration`` draws, for :func:`distprune.prune_blocks` and its like.
 
     Args:
-        text_or_files: a text; a file, of text or of JSON lines (``.jsonl``) with a ``text`` each; or several files,
-            which give as many windows each. A ``str`` is a file if there is one of that name, and else a text.
+        text_or_files: a text; a file; or several files, which give as many windows each. A ``str`` is a file if there
+            is one of that name, and else a text. A file named ``.jsonl``, ``.ndjson`` or ``.json`` holds one JSON
+            object a line, whose ``text`` counts, or one JSON string a line; an end-of-sequence token, where the
+            tokenizer has one, follows each. Any other file is one text.
         tokenizer: of transformers.
-        samples: how many; ``None``: all there are.
+        samples: how many of the windows without gaps that the tokens are cut into; ``None``: all of them. A file that
+            is too large to tokenize whole is drawn from by position: each of as many stretches of equal length gives
+            one window, which begins with a word anywhere in a document. So long documents give more windows.
 
     Local: nothing is communicated, and all ranks that pass the same get the same.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: too little text, a file that is not UTF-8, or a line that is not what it should be.
+        ValueError: too little text, a file that is not UTF-8, or a line that is not what it should be, or longer than
+            64 MiB where it is drawn from by position.
     """
     if (samples is not None and samples < 1) or sequence_length < 1:
         raise ValueError(f"{samples=} of {sequence_length=}: one sample of one token is the least")
@@ -146,10 +111,9 @@ def check_fit(token_ids: torch.Tensor, model: nn.Module, length: int | None = No
 
 
 class Batches:
-    """Batches of windows from anywhere in a file, which holds text as in :func:`load_samples`. Local.
+    """Batches of windows from anywhere in a file, which holds text as in :func:`calibration_windows`. Local.
 
-    A file too large to be tokenized whole gives one window from each of as many stretches of equal length, as in
-    :func:`load_samples`.
+    A file too large to be tokenized whole gives one window from each of as many stretches of equal length, as there.
 
     Raises:
         FileNotFoundError: no such file.

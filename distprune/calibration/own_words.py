@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from distprune.calibration.data import check_fit, device_of, token_digest
 from distprune.calibration.openings import texts_of, vocabulary_of
-from distprune.calibration.sample_group import find_sample_group, shared_axis
+from distprune.calibration.sample_group import find_sample_group
 from distprune.calibration.token_ids import TokenIds
 from distprune.collectives.agree import agree, check_facts, same_everywhere, sum_together, together
 from distprune.collectives.base import Communicator
@@ -127,7 +127,6 @@ def own_words(
         for texts in all_texts:
             check_fit(texts.prompts, bare, sequence_length)
         reset_forward(bare)
-        axis = shared_axis(bare)
         digests = [token_digest(texts.prompts) for texts in all_texts]
         facts = {"asked": [numbers, temperature], "prompts": digests, "progress": progress is not None}
         windows = torch.zeros(samples, sequence_length, dtype=torch.int64, device="cpu")
@@ -135,7 +134,7 @@ def own_words(
         is_gathered = num_bytes(bare) <= cache_memory
         num_done, total = 0, sum(len(texts.prompts) * texts.num_steps for texts in all_texts)
     agree(comm, facts)
-    sample_group = find_sample_group(comm, axis)
+    sample_group = find_sample_group(comm, bare)
     num_groups, number = sample_group.num_groups, sample_group.number
 
     def tell(num_done: int, num_texts: int, step: int) -> None:

@@ -141,18 +141,27 @@ def shared_axis(model: nn.Module) -> Axis | None:
     return found
 
 
-def find_sample_group(comm: Communicator, axis: Axis | None) -> SampleGroup:
-    """Return this rank's sample group in ``comm``; ``axis`` is its :func:`shared_axis`.
+def find_sample_group(comm: Communicator, model: nn.Module) -> SampleGroup:
+    """Return the sample group of ``model``, in its shards, that this rank is in.
 
-    Every rank must call it: the rounds of ``told_by_all``, of 64 bytes where no ranks share samples.
+    Every rank of ``comm`` must call it: the rounds of ``told_by_all``, of 64 bytes where no ranks share samples.
 
     Raises:
+        NotImplementedError: on every rank: what :func:`shared_axis` refuses.
         ValueError: on every rank: ranks disagree on who shares samples, or ``comm`` does not span a sample group.
     """
+    group: dist.ProcessGroup | None = None
+
+    def sharing() -> tuple[int, ...] | None:
+        nonlocal group
+        axis = shared_axis(model)
+        group = None if axis is None else axis.group
+        return None if axis is None else axis.ranks
+
     ids = [comm.global_rank(rank) for rank in range(comm.size)]
     # What is told is the same on every rank from here on, so every rank raises the same error.
     group_of = {rank: [rank] for rank in ids}
-    for ranks, told in told_by_all(comm, lambda: None if axis is None else axis.ranks):
+    for ranks, told in told_by_all(comm, sharing):
         if told is not None:
             group_of |= {ids[rank]: told for rank in ranks}
     for rank, sample_group in group_of.items():
@@ -164,7 +173,7 @@ def find_sample_group(comm: Communicator, axis: Axis | None) -> SampleGroup:
                     f"{other} {shares}; lay out the model alike on every rank, and pass a group that spans all of them"
                 )
     groups = sorted({tuple(sample_group) for sample_group in group_of.values()})
-    own, group = tuple(group_of[ids[comm.rank]]), None if axis is None else axis.group
+    own = tuple(group_of[ids[comm.rank]])
     return SampleGroup(groups.index(own), len(groups), own.index(ids[comm.rank]), len(own), group)
 
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distprune.calibration.data import device_of
 from distprune.calibration.listening import first_layers
-from distprune.calibration.sample_group import SampleGroup, flat_local
+from distprune.calibration.sample_group import SampleGroup, find_sample_group, flat_local
 from distprune.calibration.walk import Batch, named, own_samples
 from distprune.collectives.agree import sum_together, together
 from distprune.collectives.base import Communicator
@@ -53,7 +53,6 @@ class Sensitivity:
 
 def measure_sensitivities(
     comm: Communicator,
-    sample_group: SampleGroup,
     model: nn.Module,
     linears: Mapping[str, LinearLayer],
     samples: torch.Tensor,
@@ -64,8 +63,8 @@ def measure_sensitivities(
 
     ``samples`` (num_samples, length) are the same on every rank; ``batch_tokens`` run together, see
     ``tokens_together``. ``model`` is run in evaluation mode and left as is: weights, gradients, which parameters need
-    some, modes and random state. Every rank must call it. Rounds: those of :func:`in_step`, of :func:`sums_of_all` for
-    each input and output of the layers, and 1 of 64 bytes.
+    some, modes and random state. Every rank must call it. Rounds: those of :func:`find_sample_group`, of
+    :func:`in_step`, of :func:`sums_of_all` for each input and output of the layers, and 2 of 64 bytes.
 
     Raises:
         ValueError: on every rank: NaN or Inf in the loss, with the samples, or in a gradient, with the layer.
@@ -75,7 +74,7 @@ def measure_sensitivities(
         Exception: on every rank: what a pass, or ``progress``, raised on one; but for those of which
             :func:`in_step` says that the others cannot be told.
     """
-    bare = bare_model(model)
+    sample_group, bare = find_sample_group(comm, model), bare_model(model)
     device = device_of(bare)
     with together(comm):
         listener = _BackwardListener(sample_group, linears, device)

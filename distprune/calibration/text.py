@@ -31,7 +31,9 @@ class TextFile:
         self._ids: list[int] | None = None  # of all of it
 
     def draw(self, num_windows: int | None, length: int, seed: int) -> torch.Tensor:
-        """Return ``num_windows`` windows of ``length`` tokens, in the order of the file: see ``load_samples``. Local.
+        """Return ``num_windows`` windows of ``length`` tokens, in the order of the file. Local.
+
+        See ``calibration_windows``.
 
         Raises:
             FileNotFoundError: no such file.

@@ -135,7 +135,7 @@ def load_windows(
     """Return the windows that a job asks for, and note what was read. Every rank must call it: two rounds of 64 bytes.
 
     Raises:
-        ValueError, OSError: on every rank: as :func:`load_samples` and :func:`read_words`, or too few windows.
+        ValueError, OSError: on every rank: as :func:`calibration_windows` and :func:`read_words`, or too few windows.
     """
     text = prompts = own = None
     seed = run.job.seed

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from distprune.calibration.own_words import samples_of
-from distprune.calibration.sample_group import find_sample_group
 from distprune.calibration.sensitivity import Sensitivity, measure_sensitivities, sums_of_all
 from distprune.calibration.token_ids import TokenIds
 from distprune.collectives.agree import max_together
@@ -96,13 +95,12 @@ def allocate(
         agreed.facts = {**plan.facts, "max_difference": repr(max_difference)}
     shards = agreed.shards()
     check_parts(comm, agreed.roster, lambda: shards)
-    sample_group = find_sample_group(comm, plan.axis)
     linears = {
         f"{block}.{layer}": linear
         for (block, _), of_block in zip(decoder_blocks(model), plan.linears, strict=True)
         for layer, linear in of_block.linears.items()
     }
-    found = measure_sensitivities(comm, sample_group, model, linears, plan.samples, progress, batch_tokens)
+    found = measure_sensitivities(comm, model, linears, plan.samples, progress, batch_tokens)
     by_path = {shard.name: shard for shard in shards}
     layers = [
         _Layer(by_path[name.removesuffix(linear.name) + linear.parameter_path], linear, found[name])

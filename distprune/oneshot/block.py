@@ -15,7 +15,6 @@ from torch import nn
 from distprune.calibration.catch_inputs import walking
 from distprune.calibration.moments import Moments
 from distprune.calibration.order import BlockOrder, learn_order
-from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.statistics import InputStatistics
 from distprune.calibration.targets import Targets
 from distprune.calibration.walk import Walk
@@ -46,7 +45,6 @@ _Orders = dict[tuple[tuple[str, ...], ...], BlockOrder]  # by the names of all l
 
 def run_blocks(
     meter: Meter,
-    sample_group: SampleGroup,
     model: nn.Module,
     plan: WalkPlan,
     prune_rows: PruneRows,
@@ -65,7 +63,6 @@ def run_blocks(
     how = {name: getattr(recipe, name) for name in ("sequential", "target_share", "refit", "permute")}
     with walking(
         comm,
-        sample_group,
         model,
         plan.samples,
         offload=plan.offload,

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from distprune.calibration.data import check_fit, token_digest, tokens_together
-from distprune.calibration.sample_group import Axis, shared_axis
 from distprune.calibration.statistics import EXPERT_MEMORY
 from distprune.calibration.token_ids import TokenIds, as_windows
 from distprune.models.decoder_blocks import check_one_stack, decoder_blocks, warn_of_other_blocks
@@ -43,7 +42,6 @@ class WalkPlan:
     skipped: Set[int] = frozenset()
     healed: Mapping[int, str] = field(default_factory=dict)
     expert_memory: int = EXPERT_MEMORY  # bytes of the sums of routed layers that a rank has at a time
-    axis: Axis | None = None
 
     @cached_property
     def owned(self) -> dict[str, bool]:
@@ -113,5 +111,5 @@ def make_plan(
     pattern = pattern.with_shares(  # of layers, by their own names or those of their parameters
         lambda shares: {name: own_share(shares, name if name in shares else path) for name, path in paths.items()}
     )
-    walk = WalkPlan(token_ids, replace(recipe, pattern=pattern), linears, list(shards.values()), offload, batch_tokens)
-    return replace(walk, expert_memory=expert_memory, axis=shared_axis(model))
+    parts, recipe = list(shards.values()), replace(recipe, pattern=pattern)
+    return WalkPlan(token_ids, recipe, linears, parts, offload, batch_tokens, expert_memory=expert_memory)

@@ -10,7 +10,6 @@ from typing import Literal
 from torch import nn
 
 from distprune.calibration.own_words import samples_of
-from distprune.calibration.sample_group import find_sample_group
 from distprune.calibration.statistics import EXPERT_MEMORY
 from distprune.calibration.token_ids import TokenIds
 from distprune.collectives.communicator import Group, communicator
@@ -120,7 +119,6 @@ def prune_blocks(
     with explaining_memory(partial(estimate, model, recipe, *walked)):
         return run_blocks(
             meter,
-            find_sample_group(comm, plan.axis),
             model,
             plan,
             partial(prune_rows, solver=solver, pattern=recipe.pattern),

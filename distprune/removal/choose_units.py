@@ -10,7 +10,6 @@ from torch import nn
 
 from distprune.calibration.data import tokens_together
 from distprune.calibration.moments import Moments
-from distprune.calibration.sample_group import find_sample_group, shared_axis
 from distprune.calibration.sensitivity import measure_sensitivities
 from distprune.collectives.agree import sum_together, together
 from distprune.collectives.base import Communicator
@@ -151,7 +150,6 @@ def choose_units(
             {*heads},
             readers.skipped,
             readers.healed,
-            axis=shared_axis(model),
         )
         agreed.facts = plan.facts | {
             "keep": repr(sorted(keep.items())),
@@ -162,12 +160,11 @@ def choose_units(
         }
     plan = replace(plan, shards=agreed.shards())
     check_parts(comm, agreed.roster, lambda: without_nans(plan.shards))
-    sample_group = find_sample_group(comm, plan.axis)
     if "norms" in criterion.needs and asked:
         find_norms(comm, asked.values(), {shard.name: shard for shard in plan.shards})
     if "gradients" in criterion.needs:
         linears = {name: one.linear for name, one in asked.items()}
-        found = measure_sensitivities(comm, sample_group, model, linears, samples, batch_tokens=batch_tokens)
+        found = measure_sensitivities(comm, model, linears, samples, batch_tokens=batch_tokens)
         for name, one in asked.items():
             one.gradients = found[name].outputs
     stays: dict[str, list[int]] = {}  # by reader
@@ -197,7 +194,6 @@ def choose_units(
 
     report = run_blocks(
         meter,
-        sample_group,
         model,
         plan,
         remove,

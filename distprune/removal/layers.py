@@ -19,7 +19,6 @@ from torch import nn
 
 from distprune.calibration.catch_inputs import past_blocks, visit_blocks, walking
 from distprune.calibration.data import token_digest
-from distprune.calibration.sample_group import find_sample_group, shared_axis
 from distprune.calibration.walk import Walk, with_hidden
 from distprune.collectives.agree import agree, sum_together, together
 from distprune.collectives.base import Communicator
@@ -98,9 +97,6 @@ def order_layers(
         sums = visit_blocks(comm, model, samples, visits, progress, offload=offload, batch_tokens=batch_tokens)
         influences = [float(of_layer) for of_layer in sums]
         return sorted(range(num_layers), key=lambda index: (influences[index], index))[:num_gone]
-    with together(comm):
-        axis = shared_axis(model)
-    sample_group = find_sample_group(comm, axis)
     tried = samples[:_MOST_SAMPLES]
 
     def on_walk() -> None:
@@ -108,7 +104,7 @@ def order_layers(
             progress(len(order) + 1, num_gone)
 
     # Each sample without its last token, after which none is predicted.
-    with walking(comm, sample_group, model, tried[:, :-1], offload=offload, batch_tokens=batch_tokens) as walk:
+    with walking(comm, model, tried[:, :-1], offload=offload, batch_tokens=batch_tokens) as walk:
         while len(order) < num_gone:
             left = [index for index in range(num_layers) if index not in order]
             losses = losses_without(comm, walk, tried[:, 1:], left, on_walk)

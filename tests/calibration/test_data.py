@@ -19,11 +19,9 @@ from typing_extensions import override
 
 from distprune import calibration_windows
 from distprune.calibration import text
-from distprune.calibration.data import Batches, load_samples, tokens_together
+from distprune.calibration.data import Batches, check_fit, tokens_together
 from distprune.calibration.token_ids import as_line, as_windows
 from distprune.calibration.walk import spread
-from distprune.collectives.communicator import communicator
-from tests.worlds import run_threads
 
 
 class Letters:
@@ -42,11 +40,8 @@ def make_model(vocabulary: int = 27, positions: int | None = None) -> nn.Module:
     return model
 
 
-def load(
-    path: Path, num_samples: int | None, length: int, tokenizer: Any = None, *, seed: int = 0, **model: Any
-) -> list[list[int]]:
-    tokenizer = tokenizer or Letters()
-    ids = load_samples(tokenizer, path, make_model(**model), num_samples=num_samples, sequence_length=length, seed=seed)
+def load(path: Path, num_samples: int | None, length: int, tokenizer: Any = None, *, seed: int = 0) -> list[list[int]]:
+    ids = calibration_windows(path, tokenizer or Letters(), num_samples, length, seed)
     assert ids.dtype == torch.int64
     rows: list[list[int]] = ids.tolist()
     return rows
@@ -244,13 +239,6 @@ def test_long_documents_give_windows_from_all_over(tmp_path: Path, monkeypatch: 
     assert all(25 * i - 1 <= first - 1000 <= 25 * (i + 1) for i, first in enumerate(firsts))
 
 
-def test_text_is_cut_without_gaps(tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
-    path.write_text("abc defg\nhi")
-    assert load(path, 2, 4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert load(path, 3, 3) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-
-
 def test_json_lines_end_with_the_end_token(tmp_path: Path) -> None:
     path = tmp_path / "text.jsonl"
     path.write_text('{"text": "ab", "other": 1}\n\n"cd"\n')
@@ -272,9 +260,8 @@ def test_bad_text(tmp_path: Path) -> None:
     path.write_text("")
     with pytest.raises(ValueError, match="holds 0 tokens; 1 samples of 4 tokens need 4"):
         load(path, 1, 4)
-    for num_samples, length in ((0, 4), (1, 0)):
-        with pytest.raises(ValueError, match="one sample of one token is the least"):
-            load(path, num_samples, length)
+    with pytest.raises(ValueError, match="one sample of one token is the least"):
+        load(path, 1, 0)
     path.write_bytes(b"abc\xff")
     with pytest.raises(ValueError, match="is not UTF-8 text"):
         load(path, 1, 4)
@@ -297,17 +284,14 @@ def test_bad_json_lines(tmp_path: Path, line: str, message: str) -> None:
         load(path, 1, 8)
 
 
-def test_does_not_fit_the_model(tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
-    path.write_text("abcdefgh")
-    with pytest.raises(ValueError, match="token id 7 is outside the model's vocabulary of 5; is the tokenizer another"):
-        load(path, 2, 4, vocabulary=5)
-    with pytest.raises(ValueError, match="token id 7 is outside the model's vocabulary of 7"):
-        load(path, 2, 4, vocabulary=7)
-    load(path, 2, 4, vocabulary=8)
+def test_does_not_fit_the_model() -> None:
+    for vocabulary in (5, 7):
+        with pytest.raises(ValueError, match=f"id 7 is outside the model's vocabulary of {vocabulary}; is the"):
+            check_fit(torch.arange(8).view(2, 4), make_model(vocabulary))
+    check_fit(torch.arange(8).view(2, 4), make_model(8))
     with pytest.raises(ValueError, match="sequences of 8 tokens are longer than the model's 6 positions"):
-        load(path, 1, 8, positions=6)
-    assert load(path, 1, 6, positions=6)
+        check_fit(torch.arange(8)[None], make_model(positions=6))
+    check_fit(torch.arange(6)[None], make_model(positions=6))
 
 
 @given(st.integers(1, 40), st.integers(1, 7), st.integers(1, 50))
@@ -338,24 +322,6 @@ def test_how_many_tokens_run_together() -> None:
 def test_nothing_to_spread() -> None:
     with pytest.raises(ValueError, match="no calibration sample"):
         spread(torch.empty(0, 4, dtype=torch.int64), 0, 1)
-
-
-def load_own(rank: int, folder: Path) -> None:
-    path = folder / f"{rank}.txt"
-    load_samples(Letters(), path, make_model(), num_samples=1, sequence_length=3, group=communicator())
-
-
-def test_ranks_must_read_the_same(tmp_path: Path) -> None:
-    (tmp_path / "0.txt").write_text("abcd")
-    (tmp_path / "1.txt").write_text("abce")
-    run_threads(2, load_own, tmp_path)  # the fourth letter is not read
-    (tmp_path / "1.txt").write_text("abd")
-    for error in run_threads(2, load_own, tmp_path, catch=True):
-        assert isinstance(error, ValueError)
-        assert "calibration tokens" in str(error)
-    (tmp_path / "1.txt").unlink()
-    for error in run_threads(2, load_own, tmp_path, catch=True):
-        assert isinstance(error, FileNotFoundError)
 
 
 @pytest.mark.parametrize("is_large", [False, True])

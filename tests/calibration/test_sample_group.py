@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from distprune import Unstructured
 from distprune.calibration.moments import Needs
-from distprune.calibration.sample_group import Axis, SampleGroup, find_sample_group, shared_axis
+from distprune.calibration.sample_group import Axis, SampleGroup, find_sample_group
 from distprune.calibration.statistics import InputStatistics
 from distprune.calibration.walk import Walk
 from distprune.collectives.communicator import Alone, communicator
@@ -44,7 +44,7 @@ def groups_on_rank(_: int, shape: tuple[int, ...], shards: bool) -> SampleGroup:
         parallelize_module(model, mesh["tp"], {name: style() for name, style in PLAN.items()})
     if shards:
         fully_shard(model, mesh=mesh["dp"])
-    sample_group = find_sample_group(communicator(), shared_axis(model))
+    sample_group = find_sample_group(communicator(), model)
     assert (sample_group.group is None) == (sample_group.size == 1)
     return SampleGroup(sample_group.number, sample_group.num_groups, sample_group.rank, sample_group.size)
 
@@ -57,7 +57,7 @@ def test_who_shares_samples(pool: ProcessPool) -> None:
     two_by_two = [SampleGroup(rank // 2, 2, rank % 2, 2) for rank in range(4)]
     assert pool.run(4, groups_on_rank, (2, 2), True) == two_by_two
     assert pool.run(4, groups_on_rank, (2, 2), False) == two_by_two  # as many copies of the model
-    assert find_sample_group(Alone(), None) == SampleGroup()
+    assert find_sample_group(Alone(), two_layers()) == SampleGroup()
 
 
 def test_features_of_each_place() -> None:
@@ -69,7 +69,8 @@ def test_features_of_each_place() -> None:
 def disagree(rank: int, said: list[list[int] | None]) -> None:
     ranks = said[rank]
     group: Any = dist.group.WORLD
-    find_sample_group(communicator(), None if ranks is None else Axis(tuple(ranks), group))
+    model: Any = None if ranks is None else Axis(tuple(ranks), group)  # in place of one that lies along it
+    find_sample_group(communicator(), model)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,8 @@ def disagree(rank: int, said: list[list[int] | None]) -> None:
         ([None, None, [2, 3]], r"rank 2 shares with \[2, 3\], rank 3 is not in the group"),
     ],
 )
-def test_ranks_that_disagree(said: list[list[int] | None], message: str) -> None:
+def test_ranks_that_disagree(said: list[list[int] | None], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distprune.calibration.sample_group.shared_axis", lambda axis: axis)
     for error in run_threads(3, disagree, said, catch=True):
         with pytest.raises(ValueError, match=message):
             raise error

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from distprune import own_words
-from distprune.calibration.data import WindowBatches, load_samples
+from distprune.calibration.data import WindowBatches, calibration_windows
 from distprune.checkpoint.hf_load import load_model, load_tokenizer
 from distprune.jobs import (
     FinetuneJob,
@@ -87,8 +87,8 @@ def test_a_text_is_continued_and_left(
     job = dataclasses.replace(job, calibration=str(path), own_words=9, evaluate_on=(str(path),))
     text, continuing, own = calibrated_with(monkeypatch, lambda: run_one_shot_job(job))
     model, tokenizer = load_model(Path(job.model)), load_tokenizer(Path(job.model))
-    pieces = load_samples(tokenizer, path, model, num_samples=3, sequence_length=3)
-    assert torch.equal(text, load_samples(tokenizer, path, model, num_samples=3, sequence_length=12))
+    pieces = calibration_windows(path, tokenizer, 3, 3)
+    assert torch.equal(text, calibration_windows(path, tokenizer, 3, 12))
     written = own_words(model, 9, 12, prompts=pieces, tokenizer=tokenizer)
     assert torch.equal(continuing, written[:3])
     assert torch.equal(own, written[3:])

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from distprune import allocate, perplexity, prune_blocks
-from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.sensitivity import Sensitivity, measure_sensitivities
 from distprune.collectives.communicator import Alone
 from distprune.models.decoder_blocks import decoder_blocks
@@ -74,7 +73,7 @@ def measured(model: nn.Module, tokens: torch.Tensor) -> dict[str, Sensitivity]:
         for name, block in decoder_blocks(model)
         for layer, linear in linear_layers(block).items()
     }
-    return measure_sensitivities(Alone(), SampleGroup(), model, linears, tokens)
+    return measure_sensitivities(Alone(), model, linears, tokens)
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "mixtral"])

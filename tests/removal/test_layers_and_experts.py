@@ -16,7 +16,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from typing_extensions import override
 
 from distprune.calibration.catch_inputs import catch_inputs, walking
-from distprune.calibration.sample_group import find_sample_group
 from distprune.calibration.walk import Walk
 from distprune.collectives.communicator import communicator
 from distprune.evaluation import Continuation, log_likelihoods
@@ -132,7 +131,7 @@ def test_experts(criterion: Any) -> None:
 
 def losses(model: nn.Module, left: list[int]) -> dict[int, float]:
     comm = communicator()
-    with walking(comm, find_sample_group(comm, None), model, TOKENS[:, :-1]) as walk:
+    with walking(comm, model, TOKENS[:, :-1]) as walk:
         return losses_without(comm, walk, TOKENS[:, 1:], left)
 
 
