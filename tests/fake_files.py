@@ -72,11 +72,11 @@ def plan_to_stream(model: nn.Module, comm: EqualRanks) -> int:
     directory = _opened(model, comm)
     stored = find_stored(directory, include="*")
     files: Any = SimpleNamespace(comm=comm)
-    with mapped_tensors(directory.weight_files) as tensors:
-        request = Request(NamedWeights(stored.found), None, "magnitude", "2:4", None, 0, None)
-        pruning = StreamedPruning(comm, request, stored.values(tensors))
-        writer = FileWriter(files, directory, stored, pruning, tensors)
-        return sum(len([*writer.work(writer.plan(file, file.path))]) for file in directory.weight_files)
+    tensors = mapped_tensors(directory.weight_files)
+    request = Request(NamedWeights(stored.found), None, "magnitude", "2:4", None, 0, None)
+    pruning = StreamedPruning(comm, request, stored.values(tensors))
+    writer = FileWriter(files, directory, stored, pruning, tensors)
+    return sum(len([*writer.work(writer.plan(file, file.path))]) for file in directory.weight_files)
 
 
 # What is counted and timed, by name.

@@ -154,8 +154,7 @@ def saved(_: int, folder: Path) -> Called:
 def checkpoint(folder: Path) -> tuple[HfDirectory, StoredParameters, dict[str, torch.Tensor]]:
     directory = open_directory(folder / "model")
     stored = find_stored(directory)
-    with mapped_tensors(directory.weight_files) as tensors:
-        return directory, stored, tensors
+    return directory, stored, mapped_tensors(directory.weight_files)
 
 
 def streamed(_: int, folder: Path) -> Called:

@@ -204,8 +204,8 @@ def open_directory(path: str | Path) -> HfDirectory:
 def _stamp(path: Path) -> list[int]:
     if not path.is_file():
         raise FileNotFoundError(f"the index of {path.parent} names the weight file {path.name!r}, which is not there")
-    found = path.stat()
-    return [found.st_size, found.st_mtime_ns, found.st_ino]
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ino]
 
 
 def read_weight_file(path: Path) -> WeightFile:

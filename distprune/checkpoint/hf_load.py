@@ -293,7 +293,7 @@ def build_on_meta(directory: HfDirectory, dtype: torch.dtype | None = None) -> t
 
 def build_like(model: nn.Module, config: Any) -> nn.Module:
     """Return a model of the class of ``model``, made of ``config``, on the meta device, its weights tied. Local."""
-    kind: Any = next(of for of in type(model).__mro__ if not issubclass(of, FSDPModule))
+    kind: Any = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
     with _building, own_settings(), torch.device("meta"):
         built: nn.Module = kind(config)
     return built

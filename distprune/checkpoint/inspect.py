@@ -67,7 +67,7 @@ class InspectReport(Totals):
         prunable = [tensor for tensor in self.tensors if tensor.is_prunable]
         if not prunable:
             return None
-        return sum(of.num_zeros for of in prunable), sum(of.num_elements for of in prunable), self.num_elements
+        return sum(one.num_zeros for one in prunable), sum(one.num_elements for one in prunable), self.num_elements
 
     @override
     def __repr__(self) -> str:
@@ -78,8 +78,8 @@ class InspectReport(Totals):
         """Return the totals and the five sparsest tensors; all of them are in :meth:`to_dict`."""
         known = self.prunable_zeros
         total = f"sparsity {zeros(*known)}" if known else f"{share(self.sparsity)} of {count(self.num_elements)} zero"
-        found = worst("highest sparsities", self.tensors, lambda of: of.name, lambda of: of.sparsity, share)
-        return "\n".join([f"{self.path}: {total}, {len(self.tensors)} tensors", *found])
+        sparsest = worst("highest sparsities", self.tensors, lambda one: one.name, lambda one: one.sparsity, share)
+        return "\n".join([f"{self.path}: {total}, {len(self.tensors)} tensors", *sparsest])
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, sparsities included, as JSON carries it."""
@@ -111,16 +111,16 @@ def _prunable(directory: HfDirectory) -> dict[str, list[int]] | None:
     None are of a tensor that is no known matrix. ``None``: the config does not fit the tensors.
     """
     try:
-        found = find_stored(directory)
+        stored = find_stored(directory)
     except (NotImplementedError, ValueError, OSError):
         return None
     inputs_of: dict[str, list[int]] = {}
-    for shard in found.found.shards:
+    for shard in stored.found.shards:
         inputs = range(0)
         with suppress(NotImplementedError, ValueError):
             matrix = matrix_of_weight(shard.module or nn.Module(), shard.attribute, shard.shape, shard.name)
             inputs = matrix.input_dims(shard.shape)
-        for region in found.stored[shard.name]:
+        for region in stored.stored[shard.name]:
             inputs_of[region.stored] = [place for place, dim in enumerate(region.dims) if dim in inputs]
     return inputs_of
 

@@ -99,8 +99,6 @@ def _tidy(path: Path) -> None:
 
 def remove_tree(path: Path) -> None:
     """Remove what a job has made or replaced, and all in it, as far as that goes; no link is followed."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink()
+    shutil.rmtree(path, ignore_errors=True)  # leaves a file or a link alone
+    with suppress(OSError):
+        path.unlink()

@@ -11,6 +11,7 @@ the order of dims may differ.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -113,11 +114,10 @@ class Region(NamedTuple):
 
 def regions_by_name(regions: Iterable[Sequence[Region]]) -> dict[str, list[Region]]:
     """Return the regions of every tensor of the model, by its name."""
-    found: dict[str, list[Region]] = {}
-    for of_stored in regions:
-        for region in of_stored:
-            found.setdefault(region.name, []).append(region)
-    return found
+    by_name: dict[str, list[Region]] = {}
+    for region in itertools.chain.from_iterable(regions):
+        by_name.setdefault(region.name, []).append(region)
+    return by_name
 
 
 def extents(regions: Sequence[Region]) -> Shape:
@@ -135,23 +135,21 @@ def fitted(regions: Mapping[str, Sequence[Region]], shapes: Mapping[str, Shape])
     Raises:
         NotImplementedError: the parts are not equal.
     """
-    parts = {name: _parts(of_name) for name, of_name in regions_by_name(regions.values()).items()}
-    found: dict[str, Shape] = {}
-    for stored, of_stored in regions.items():
-        sizes: list[dict[int, int]] = []  # along each dim of the stored tensor, by where a part starts
-        for region in of_stored:
+    parts = {name: _parts(made_of) for name, made_of in regions_by_name(regions.values()).items()}
+    left: dict[str, Shape] = {}
+    for stored, places in regions.items():
+        sizes: list[dict[int, int]] = [{} for _ in places[0].dims]  # along each dim, by where a part starts
+        for region in places:
             if region.name not in shapes:
                 continue
             lengths = [
                 _length(region, dim, parts[region.name][dim], size) for dim, size in enumerate(shapes[region.name])
             ]
-            if 0 in (lengths[dim] for dim in range(len(lengths)) if dim not in region.dims):
-                continue
-            sizes = sizes or [{} for _ in region.dims]
-            for of_dim, dim, start in zip(sizes, region.dims, region.stored_start, strict=True):
-                of_dim[start] = lengths[dim]
-            found[stored] = tuple(sum(of_dim.values()) for of_dim in sizes)
-    return found
+            if all(length or dim in region.dims for dim, length in enumerate(lengths)):
+                for size_at, dim, start in zip(sizes, region.dims, region.stored_start, strict=True):
+                    size_at[start] = lengths[dim]
+                left[stored] = tuple(sum(size_at.values()) for size_at in sizes)
+    return left
 
 
 def _parts(regions: Sequence[Region]) -> list[list[tuple[int, int]]]:

@@ -8,8 +8,7 @@ see ``models/named_model.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -63,8 +62,8 @@ def find_stored(directory: HfDirectory, include: Sequence[str] = (), exclude: Se
     model, regions = known or _named_model(directory)
     state = model.state_dict(keep_vars=True)
     copies_of: dict[int, list[list[Region]]] = {}
-    for name, of_name in regions_by_name(regions.values()).items():
-        in_order = sorted(of_name, key=lambda region: region.bounds)  # so that equal scores go in the model's order
+    for name, places in regions_by_name(regions.values()).items():
+        in_order = sorted(places, key=lambda region: region.bounds)  # so that equal scores go in the model's order
         copies_of.setdefault(id(state[name]), []).append(in_order)
     found = find_shards(model, include, exclude)
     shards: list[LocalShard] = []
@@ -80,23 +79,21 @@ def find_stored(directory: HfDirectory, include: Sequence[str] = (), exclude: Se
             shape = tuple(stop - start for start, stop in region.bounds)
             local = torch.empty(shape, dtype=shard.local.dtype, device="meta")
             shards.append(replace(shard, name=name, local=local, geometry=Geometry.whole(shape), tensor=None))
-    parts = {name: [part_of.get(region, (region, None)) for region in of_name] for name, of_name in regions.items()}
+    parts = {name: [part_of.get(region, (region, None)) for region in places] for name, places in regions.items()}
     return StoredParameters(replace(found, shards=shards), stored, parts, known is None)
 
 
-@contextmanager
-def mapped_tensors(files: Sequence[WeightFile]) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield all tensors of ``files`` by name, mapped: memory holds of them what the system keeps of the files. Local.
+def mapped_tensors(files: Sequence[WeightFile]) -> dict[str, torch.Tensor]:
+    """Return all tensors of ``files`` by name, mapped: memory holds of them what the system keeps of the files. Local.
 
     Raises:
         ValueError: a file is no safetensors file.
     """
-    with ExitStack() as opened:
-        tensors = {}
-        for file in files:
-            handle = opened.enter_context(open_weights(file.path))
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        with open_weights(file.path) as handle:
             tensors.update({entry.name: handle.get_tensor(entry.name) for entry in file.tensors})
-        yield tensors
+    return tensors
 
 
 def _known_model(directory: HfDirectory) -> tuple[nn.Module, Regions] | None:

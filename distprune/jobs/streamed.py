@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -99,10 +98,10 @@ def run_streamed_job(
             the model; the message says which.
         FileExistsError: on every rank: an unfinished job is there without ``resume``, or with it a finished one.
     """
-    with open_job(job, group, "cpu", watcher) as run, ExitStack() as opened:
+    with open_job(job, group, "cpu", watcher) as run:
         run.read["model weights"] = sample_together(run.comm, run.directory)  # as load_model looks at them
         with together(run.comm):
-            tensors = opened.enter_context(mapped_tensors(run.directory.weight_files))
+            tensors = mapped_tensors(run.directory.weight_files)
             stored = find_stored(run.directory, job.include, job.exclude)
             values = stored.values(tensors)
             if stored.by_names:

@@ -18,12 +18,12 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, gradient: torch.T
     step = token_chunk(logits.shape[-1])
     for start in range(0, len(logits), step):
         rows = slice(start, start + step)
-        of_targets = targets[rows, None]
+        wanted = targets[rows, None]
         log_probabilities = nn.functional.log_softmax(logits[rows].float(), dim=1)
-        loss -= log_probabilities.gather(1, of_targets).sum(dtype=torch.float64)
+        loss -= log_probabilities.gather(1, wanted).sum(dtype=torch.float64)
         if gradient is not None:
-            ones = torch.ones_like(of_targets, dtype=torch.float32)
-            gradient[rows] = log_probabilities.exp_().scatter_add_(1, of_targets, -ones)
+            ones = torch.ones_like(wanted, dtype=torch.float32)
+            gradient[rows] = log_probabilities.exp_().scatter_add_(1, wanted, -ones)
     return loss
 
 

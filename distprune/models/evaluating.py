@@ -66,8 +66,8 @@ def replacing_forwards(blocks: Sequence[nn.Module], make: Callable[[Any], Callab
     """Let each of ``blocks`` run what ``make`` returns for it in place of its forward. Hooks are as before. Local."""
     with ExitStack() as stack:
         for block in blocks:
-            own = {key: value for key, value in vars(block).items() if key == "forward"}
-            stack.callback(vars(block).update, own)
+            before = {key: value for key, value in vars(block).items() if key == "forward"}
+            stack.callback(vars(block).update, before)
             stack.callback(vars(block).pop, "forward")
             vars(block)["forward"] = make(block)
         yield

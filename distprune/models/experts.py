@@ -58,17 +58,17 @@ def expert_inputs(
         unknown = torch.empty(0, dtype=torch.int64, device="cpu")
         return {f"weight.{expert}": (unknown, part) for expert, part in enumerate(parts) if len(part)}
     *first_names, last_name = expert_weights(module)
-    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    inputs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     hidden = given["hidden_states"].reshape(-1, given["hidden_states"].shape[-1])
     for expert, rows, tokens in _routed(given, hidden, getattr(module, last_name).shape[0]):
         routed = hidden[rows]
         inner = [_apply(module, name, expert, routed) for name in first_names]
-        found |= {f"{name}.{expert}": (tokens, routed) for name in first_names}
+        inputs |= {f"{name}.{expert}": (tokens, routed) for name in first_names}
         activated = _activated(module, inner, first_names)
         if "gammas" in given:  # before the last matrix they scale what each expert puts out
             activated *= given["gammas"].reshape(len(routed), -1)[:, expert, None]
-        found[f"{last_name}.{expert}"] = tokens, activated
-    return found
+        inputs[f"{last_name}.{expert}"] = tokens, activated
+    return inputs
 
 
 @torch.enable_grad()
@@ -87,14 +87,14 @@ def expert_gradients(
         inner = [_apply(module, name, expert, routed).detach().requires_grad_() for name in first_names]
         gated = _activated(module, inner, first_names)
         share = (share_of_token * (expert_of_token == expert)).sum(dim=1)[tokens]
-        of_last = grad[tokens] * share[:, None].to(grad.dtype)
+        last_gradient = grad[tokens] * share[:, None].to(grad.dtype)
         if getattr(module, "has_post_expert_norm", False):
             put_out = _apply(module, last_name, expert, gated).detach().requires_grad_()
-            (of_last,) = torch.autograd.grad(module.post_expert_norm(put_out), put_out, of_last)
-        of_first = torch.autograd.grad(gated, inner, of_last @ expert_matrix(module, last_name, expert))
-        for name, gradient in zip(first_names, of_first, strict=True):
+            (last_gradient,) = torch.autograd.grad(module.post_expert_norm(put_out), put_out, last_gradient)
+        first_gradients = torch.autograd.grad(gated, inner, last_gradient @ expert_matrix(module, last_name, expert))
+        for name, gradient in zip(first_names, first_gradients, strict=True):
             yield f"{name}.{expert}", routed, gradient
-        yield f"{last_name}.{expert}", gated.detach(), of_last
+        yield f"{last_name}.{expert}", gated.detach(), last_gradient
 
 
 def _routed(

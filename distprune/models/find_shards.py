@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -100,12 +101,8 @@ def find_shards(
     parameters = list_parameters(bare)
     roots, has_blocks = [bare], False
     if not include:
-        try:
-            roots = [block for _, block in decoder_blocks(bare)]
-        except ValueError:
-            pass
-        else:
-            has_blocks = True
+        with suppress(ValueError):  # without blocks, weights anywhere
+            roots, has_blocks = [block for _, block in decoder_blocks(bare)], True
             warn_of_other_blocks(bare)
     reasons = {} if include else why_no_weights(roots, parameters, is_block=has_blocks)
     matches: list[set[Held]] = []

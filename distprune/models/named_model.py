@@ -14,8 +14,8 @@ What names can tell: a dotted path of modules, and numbers in it are lists. Then
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,42 +27,34 @@ _EMBEDDINGS = ("relative_attention_bias",)
 
 def model_of_names(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
     """Return a model with ``tensors``, as parameters where they are floating, under their names. Local."""
-    root = nn.Module()
-    children: defaultdict[str, set[str]] = defaultdict(set)  # modules in a module, by its path
-    for name in tensors:
-        path = name.rpartition(".")[0]
-        while path:
-            parent, _, child = path.rpartition(".")
-            children[parent].add(child)
-            path = parent
+    tree: dict[str, Any] = {}  # of tensors, and trees of the modules in a module
     for name in sorted(tensors, key=natural_order):
-        module, path = root, ""
         *parents, attribute = name.split(".")
-        for part in parents:
-            path = f"{path}.{part}" if path else part
-            if part not in module._modules:
-                module.add_module(part, _empty(_kind(part, children[path], tensors.get(f"{path}.weight"))))
-            module = module.get_submodule(part)
-        tensor = tensors[name]
-        if tensor.is_floating_point():
-            module.register_parameter(attribute, nn.Parameter(tensor, requires_grad=False))
+        inside = tree
+        for parent in parents:
+            inside = inside.setdefault(parent, {})
+        inside[attribute] = tensors[name]
+    return _filled(nn.Module(), tree)
+
+
+def _filled(module: nn.Module, tree: Mapping[str, Any]) -> nn.Module:
+    for name, entry in tree.items():
+        if not isinstance(entry, torch.Tensor):
+            kind = _kind(name, entry)
+            child = kind.__new__(kind)
+            nn.Module.__init__(child)  # it has nothing yet
+            module.add_module(name, _filled(child, entry))
+        elif entry.is_floating_point():
+            module.register_parameter(name, nn.Parameter(entry, requires_grad=False))
         else:
-            module.register_buffer(attribute, tensor)
-    return root
-
-
-def _empty(kind: type[nn.Module]) -> nn.Module:
-    """Return a module that has nothing yet."""
-    module = kind.__new__(kind)
-    nn.Module.__init__(module)
+            module.register_buffer(name, entry)
     return module
 
 
-def _kind(name: str, children: set[str], weight: torch.Tensor | None) -> type[nn.Module]:
-    if children and all(child.isdigit() for child in children):
-        return nn.ModuleList
-    if not children and ("emb" in name or name in _EMBEDDINGS):
+def _kind(name: str, tree: Mapping[str, Any]) -> type[nn.Module]:
+    children = [child for child, entry in tree.items() if not isinstance(entry, torch.Tensor)]
+    if children:
+        return nn.ModuleList if all(child.isdigit() for child in children) else nn.Module
+    if "emb" in name or name in _EMBEDDINGS:
         return nn.Embedding
-    if not children and weight is not None and weight.ndim == 2:
-        return nn.Linear
-    return nn.Module
+    return nn.Linear if "weight" in tree and tree["weight"].ndim == 2 else nn.Module

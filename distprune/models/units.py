@@ -80,14 +80,13 @@ def find_units(block: nn.Module, kind: UnitKind) -> list[Units]:
         raise ValueError(f"units are one of {', '.join(UNIT_KINDS)}, not {kind!r}")
     if kind == "experts":
         return list(_experts(block))
-    found = []
+    units: list[Units | None] = []
     for path, linears in _by_place(block).items():
         module = linears[-1].module if linears[-1].expert is not None else block.get_submodule(path)
         is_attention = head_dim(module) > 0
         if is_attention == (kind != "mlp"):
-            units = _heads(path, module, linears, kind) if is_attention else _channels(path, module, linears)
-            found += [] if units is None else [units]
-    return found
+            units.append(_heads(path, module, linears, kind) if is_attention else _channels(path, module, linears))
+    return [of_place for of_place in units if of_place is not None]
 
 
 def find_all_units(model: nn.Module, kind: UnitKind) -> list[tuple[str, list[Units]]]:
@@ -97,26 +96,26 @@ def find_all_units(model: nn.Module, kind: UnitKind) -> list[tuple[str, list[Uni
         NotImplementedError: units of a block cannot be removed, or no block has any; it names what and why.
         ValueError: there are no decoder blocks, or no such kind.
     """
-    found: list[tuple[str, list[Units]]] = []
+    by_block: list[tuple[str, list[Units]]] = []
     for name, block in decoder_blocks(model):
         try:
-            found.append((name, find_units(block, kind)))
+            by_block.append((name, find_units(block, kind)))
         except NotImplementedError as error:
             raise NotImplementedError(f"block {name!r}: {error}") from error
-    if not any(units for _, units in found):
+    if not any(units for _, units in by_block):
         raise NotImplementedError(f"no {kind} to remove: no block of {type(model).__name__} has any that are known")
-    return found
+    return by_block
 
 
 def _by_place(block: nn.Module) -> dict[str, list[LinearLayer]]:
     """Return the linear layers by the module that holds them, or by expert, in the order in which they are applied."""
-    found: dict[str, list[LinearLayer]] = {}
+    by_place: dict[str, list[LinearLayer]] = {}
     for name, linear in linear_layers(block).items():
         place = name.rpartition(".")[0]
         if linear.expert is not None:
             place = f"{place.rpartition('.')[0]}.{linear.expert}"
-        found.setdefault(place, []).append(linear)
-    return found
+        by_place.setdefault(place, []).append(linear)
+    return by_place
 
 
 def _channels(path: str, module: nn.Module, linears: Sequence[LinearLayer]) -> Units | None:
@@ -151,11 +150,11 @@ def _is_between_elementwise(path: str, module: nn.Module, linears: Sequence[Line
     if any(size in p.shape for p in module.parameters(recurse=False)):
         return False
     held = {linear.module for linear in linears}
-    for name, of in module.named_children():
-        is_layer = of in held or any(isinstance(part, nn.Linear) for part in of.modules())  # one beside it
-        if is_layer or not any(size in p.shape for p in of.parameters()):
+    for name, child in module.named_children():
+        is_layer = child in held or any(isinstance(part, nn.Linear) for part in child.modules())  # one beside it
+        if is_layer or not any(size in p.shape for p in child.parameters()):
             continue
-        if "Norm" not in type(of).__name__:
+        if "Norm" not in type(child).__name__:
             return False
         if size != num_out:
             raise _refusal(path, module)(f"its {name!r} normalizes all MLP channels together")
@@ -230,10 +229,10 @@ def _experts(block: nn.Module) -> Iterator[Units]:
         if not (names := expert_weights(module)):
             continue
         num, parent = int(getattr(module, names[0]).shape[0]), block.get_submodule(parent_path)
-        found = routers & {*parent.modules()}
-        if len(found) != 1 or names == ("weight",):
+        beside = routers & {*parent.modules()}
+        if len(beside) != 1 or names == ("weight",):
             raise refused("its router is not known")
-        (router,) = found
+        (router,) = beside
         of_router = {id(parameter) for parameter in router.parameters(recurse=False)}
         sliced = [name for name, p in module.named_parameters(path, recurse=False) if p.shape[0] == num]
         cuts = [Cut(name, 0, torch.arange(num, device="cpu")[:, None]) for name in sliced]
@@ -277,5 +276,5 @@ def head_dim(module: nn.Module) -> int:
 
 def _number(modules: Sequence[nn.Module], names: Sequence[str], default: int) -> int:
     """Return the first int that one of ``modules`` has under one of ``names``."""
-    found = (getattr(module, name, None) for module in modules for name in names)
-    return next((number for number in found if isinstance(number, int)), default)
+    numbers = (getattr(module, name, None) for module in modules for name in names)
+    return next((number for number in numbers if isinstance(number, int)), default)

@@ -41,20 +41,16 @@ def code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return mark
 
 
-@pytest.mark.parametrize("auto", ["AutoConfig", "AutoModelForCausalLM"])
-def test_models_that_need_code_of_their_own(folder: Path, code: Path, auto: str) -> None:
-    model_type = "evil" if auto == "AutoConfig" else "t5"  # transformers knows T5, but as no causal model
-    change(folder / "config.json", model_type=model_type, auto_map={auto: "evil.Evil"})
-    with pytest.raises(ValueError, match=r"auto_map.*evil\.Evil.*trust_remote_code=True and call distprune"):
-        load_model(folder)
-    assert not code.exists()
-
-
-def test_tokenizers_that_need_code_of_their_own(folder: Path, code: Path) -> None:
-    change(folder / "config.json", model_type="evil", architectures=None)
-    change(folder / "tokenizer_config.json", tokenizer_class="Evil", auto_map={"AutoTokenizer": ["evil.Evil", None]})
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json: .*evil\.Evil.*trust_remote_code=True"):
-        load_tokenizer(folder)
+@pytest.mark.parametrize("what", ["AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"])
+def test_what_needs_code_of_its_own(folder: Path, code: Path, what: str) -> None:
+    model_type = "t5" if what == "AutoModelForCausalLM" else "evil"  # transformers knows T5, but as no causal model
+    change(folder / "config.json", model_type=model_type, architectures=None)
+    name = "tokenizer_config.json" if what == "AutoTokenizer" else "config.json"
+    change(
+        folder / name, tokenizer_class="Evil", auto_map={what: ["evil.Evil", None] if "Tok" in what else "evil.Evil"}
+    )
+    with pytest.raises(ValueError, match=rf"{name}: .*evil\.Evil.*trust_remote_code=True and call distprune"):
+        (load_tokenizer if what == "AutoTokenizer" else load_model)(folder)
     assert not code.exists()
 
 
