@@ -64,9 +64,9 @@ def trained(call: Callable[[nn.Module], object]) -> None:
         call(model)
 
 
-def straight(**arguments: Any) -> None:
+def straight(make: Any = torch.optim.SGD, **arguments: Any) -> None:
     with unchanged(Exact()) as model:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = make and make(model.parameters(), lr=0.1)
         prune.StraightThrough(model, optimizer, **{"include": INCLUDE, **arguments})
 
 
@@ -81,6 +81,20 @@ finetune = partial(job, FinetuneJob, run_finetune_job, data="text.txt")
 
 def other_optimizer(model: nn.Module) -> None:
     prune.hold_zeros(model, torch.optim.SGD(transformer().parameters()), include=INCLUDE)
+
+
+def no_gradient(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters())
+    training = prune.SparseTraining(model, optimizer, schedule=prune.constant(0.5), score="taylor", include=INCLUDE)
+    try:
+        optimizer.step()
+    finally:
+        training.remove()
+
+
+def frozen() -> None:
+    with unchanged(transformer().requires_grad_(False)) as model:
+        prune.hold_zeros(model, torch.optim.SGD(transformer().parameters()), include=INCLUDE)
 
 
 def all_zeros() -> None:
@@ -152,6 +166,9 @@ REFUSED: list[Row] = [
     (partial(units, "gpt2", {"heads": 1}), NotImplementedError, "cannot be removed"),
     # training
     (all_zeros, ValueError, "'layers.0.up.weight' is all zeros"),
+    (partial(trained, no_gradient), ValueError, "'layers.0.attention.q.weight' has no gradient"),
+    (frozen, ValueError, r"are frozen .*as under PEFT's adapters.*merge_adapters"),
+    (partial(straight, None), TypeError, "expected a torch.optim.Optimizer"),
     (partial(trained, other_optimizer), ValueError, "none of the 8 pruned parameters is among those of SGD"),
     (partial(trained, goes_down), ValueError, "the schedule goes down from 0.5 to 0.25"),
     (partial(trained, lambda model: prune.hold_zeros(model, "adam")), TypeError, "expected a torch.optim.Optimizer"),

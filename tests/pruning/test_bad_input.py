@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from typing_extensions import override
 
 import distprune as prune
-from distprune import Unstructured, prune_model
+from distprune import Block, Channels, NByM, PerRow, Unstructured, prune_model
 from distprune.collectives.base import has_lost_ranks
 from distprune.collectives.communicator import Alone
 from distprune.patterns.base import Choice, Pattern, Ranked
@@ -29,7 +29,11 @@ def failing(world_size: int, change: Callable[[int, nn.Module], dict[str, Any]])
 
     def on_rank(rank: int) -> None:
         model = decoder()
-        arguments = {"sparsity": 0.5, **change(rank, model)}
+        model.odd = nn.Parameter(torch.ones(4, 4, 4))
+        with drawing(0):
+            model.back = nn.ConvTranspose1d(4, 4, 4)
+        arguments = change(rank, model)
+        arguments.setdefault("sparsity", None if "pattern" in arguments else 0.5)
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         try:
             prune_model(model, **arguments)
@@ -41,7 +45,7 @@ def failing(world_size: int, change: Callable[[int, nn.Module], dict[str, Any]])
     if world_size:
         errors = run_threads(world_size, on_rank, catch=True)
     else:
-        with pytest.raises((ValueError, TypeError)) as caught:
+        with pytest.raises((ValueError, TypeError, IndexError, NotImplementedError)) as caught:
             on_rank(0)
         errors = [caught.value]
     assert all(isinstance(error, Exception) for error in errors), errors
@@ -59,12 +63,8 @@ def failing(world_size: int, change: Callable[[int, nn.Module], dict[str, Any]])
         ({"sparsity": True}, TypeError, "sparsity must be"),
         ({"sparsity": "0.5"}, TypeError, "sparsity must be"),
         ({"sparsity": None}, ValueError, "pattern='unstructured' needs sparsity"),
-        (
-            {"sparsity": None, "pattern": Unstructured(769)},
-            ValueError,
-            "sparsity=769 is more than the 768 elements in all",
-        ),
-        ({"sparsity": None, "pattern": Unstructured(193, "tensor")}, ValueError, "the 192 .* in 'layers.0.up.weight'"),
+        ({"pattern": Unstructured(769)}, ValueError, "sparsity=769 is more than the 768 elements in all"),
+        ({"pattern": Unstructured(193, "tensor")}, ValueError, "the 192 .* in 'layers.0.up.weight'"),
         (
             {"score": "wonder"},
             ValueError,
@@ -95,6 +95,21 @@ def failing(world_size: int, change: Callable[[int, nn.Module], dict[str, Any]])
         ({"evidence": {"gradient": torch.ones(3)}}, TypeError, "evidence takes .*, not a Tensor in its place"),
         ({"exclude": torch.ones(2)}, TypeError, "modules, or lists of them, not Tensor"),
         ({"exclude": ["*"]}, ValueError, "no parameter to prune"),
+        ({"pattern": NByM(2, 4), "sparsity": 0.5}, ValueError, r"pattern=NByM\(n=2, m=4\) says how much is pruned"),
+        ({"pattern": "2:4", "sparsity": 0.5}, ValueError, "'2:4' says how much is pruned"),
+        ({"pattern": NByM(2, 4), "scope": "tensor"}, ValueError, "scope='tensor' does not go with NByM"),
+        ({"pattern": PerRow(0.5), "scope": "global"}, ValueError, "scope='global' does not go with PerRow"),
+        ({"pattern": "4:2"}, ValueError, "4:2 is not a pattern"),
+        ({"pattern": "blocks"}, ValueError, "pattern='blocks' is not known; use 'unstructured'"),
+        ({"pattern": "row"}, ValueError, "pattern='row' needs sparsity"),
+        ({"pattern": 24}, TypeError, "pattern must be a Pattern or its text, such as '2:4', not 24"),
+        ({"pattern": Channels(0.5, 2)}, IndexError, "Invalid index 2"),
+        ({"pattern": NByM(2, 5)}, ValueError, "2:5 does not fit 'layers.0.up.weight': its 8 inputs"),
+        ({"pattern": Block(5, 0.5)}, ValueError, "blocks of 5 x 5 do not fit 'layers.0.up.weight'"),
+        ({"pattern": Block(2, 0.5), "scope": "row"}, ValueError, "scope='row' is not known"),
+        ({"pattern": NByM(2, 4), "include": ["layers.0.up.*"]}, ValueError, "'layers.0.up.bias' .*is no matrix"),
+        ({"pattern": NByM(2, 4), "include": "odd"}, NotImplementedError, "the input dims of 'odd'.* are not known"),
+        ({"pattern": NByM(2, 4), "include": "back.weight"}, NotImplementedError, "'back.weight', .*ConvTranspose1d"),
     ],
 )
 @pytest.mark.parametrize("world_size", [0, 2])
@@ -117,7 +132,8 @@ def test_nan_weights_are_named_and_counted(score: str) -> None:
             assert "'layers.1.down.weight' (3)" in str(error)
 
 
-def test_nan_on_one_rank_of_a_sharded_model() -> None:
+@pytest.mark.parametrize("pattern", ["unstructured", "2:4", "row", "block:2", "channels:0"])
+def test_nan_on_one_rank_of_a_sharded_model(pattern: str) -> None:
     def on_rank(rank: int) -> None:
         model = decoder()
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
@@ -125,7 +141,7 @@ def test_nan_on_one_rank_of_a_sharded_model() -> None:
             weight = model.get_parameter("layers.0.up.weight")
             assert isinstance(weight, DTensor)
             weight.to_local().data[0, 0] = torch.nan
-        prune_model(model, 0.5)
+        prune_model(model, None if pattern == "2:4" else 0.5, pattern=pattern)
 
     for error in run_threads(2, on_rank, catch=True):
         assert isinstance(error, ValueError)
@@ -134,7 +150,13 @@ def test_nan_on_one_rank_of_a_sharded_model() -> None:
 
 @pytest.mark.parametrize(
     ("key", "values"),
-    [("sparsity", (0.5, 0.6)), ("scope", ("global", "tensor")), ("seed", (1, 2)), ("score", ("magnitude", "random"))],
+    [
+        ("sparsity", (0.5, 0.6)),
+        ("scope", ("global", "tensor")),
+        ("seed", (1, 2)),
+        ("score", ("magnitude", "random")),
+        ("score", (prune.ChannelNorm(1), prune.ChannelNorm(2))),
+    ],
 )
 def test_ranks_called_with_different_arguments(key: str, values: tuple[Any, Any]) -> None:
     for error in failing(2, lambda rank, _: {key: values[rank]}):
@@ -176,7 +198,7 @@ class Failing(Pattern):
 
 @pytest.mark.parametrize("when", ["at once", "after a round", "at the end"])
 def test_a_users_pattern_fails_on_one_rank(when: str) -> None:
-    errors = failing(3, lambda *_: {"sparsity": None, "pattern": Failing(when)})
+    errors = failing(3, lambda *_: {"pattern": Failing(when)})
     assert [type(error) for error in errors] == [RuntimeError, RuntimeError, KeyError]
     assert f"rank 2 of 3: KeyError('{when}')" in str(errors[0])
     assert not any(map(has_lost_ranks, errors))  # else what comes next would not be told
@@ -192,39 +214,39 @@ def test_a_users_pattern_does_what_it_calls() -> None:
     assert run_threads(2, on_rank) == [True, True]
 
 
-def test_ranks_with_different_models() -> None:
-    def change(rank: int, model: nn.Module) -> dict[str, Any]:
-        if rank == 1:
-            with drawing(0):
-                model.get_submodule("layers.0").up = nn.Linear(8, 23)
+@torch.no_grad()
+def other_value(model: nn.Module) -> None:
+    model.get_parameter("layers.1.up.weight")[0, 0] += 1
+
+
+def other_shape(model: nn.Module) -> None:
+    with drawing(0):
+        model.get_submodule("layers.0").up = nn.Linear(8, 23)
+
+
+def other_order(model: nn.Module) -> None:
+    block = model.get_submodule("layers.0")
+    up = block.up
+    del block.up
+    block.up = up
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "change", "text"),
+    [
+        (2, other_shape, "disagree on parameter 'layers.0.up.weight'"),
+        (2, other_order, "different orders"),
+        (3, other_value, "hold the same values of 'layers.1.up.weight'"),
+    ],
+)
+def test_ranks_with_different_models(num_ranks: int, change: Callable[[nn.Module], None], text: str) -> None:
+    def on_the_last(rank: int, model: nn.Module) -> dict[str, Any]:
+        if rank == num_ranks - 1:
+            change(model)
         return {}
 
-    for error in failing(2, change):
-        assert "disagree on parameter 'layers.0.up.weight'" in str(error)
-
-
-def test_ranks_with_parameters_in_different_order() -> None:
-    def change(rank: int, model: nn.Module) -> dict[str, Any]:
-        if rank == 1:
-            block = model.get_submodule("layers.0")
-            up = block.up
-            del block.up
-            block.up = up
-        return {}
-
-    for error in failing(2, change):
-        assert "different orders" in str(error)
-
-
-def test_replicas_that_differ() -> None:
-    def change(rank: int, model: nn.Module) -> dict[str, Any]:
-        if rank == 2:
-            with torch.no_grad():
-                model.get_parameter("layers.1.up.weight")[0, 0] += 1
-        return {}
-
-    for error in failing(3, change):
-        assert "hold the same values of 'layers.1.up.weight'" in str(error)
+    for error in failing(num_ranks, on_the_last):
+        assert text in str(error)
 
 
 def test_partial_placements() -> None:

@@ -60,6 +60,7 @@ MISTAKES: list[Mistake] = [  # the layer's weight is 6 x 4
     (lambda p, m: p.l1_unstructured(m, "weight", 1.5), ValueError, "amount=1.5"),
     (lambda p, m: p.random_structured(m, "weight", -1, 0), ValueError, "amount=-1"),
     (lambda p, m: p.l1_unstructured(m, "weight", 25), ValueError, "25.* (24|4) .*weight"),
+    (lambda p, m: p.random_unstructured(m, "weight", 25), ValueError, "25.* (24|4) .*weight"),
     (lambda p, m: p.ln_structured(m, "weight", 5, 2, 1), ValueError, "5.* [1-4] .*weight"),
     (lambda p, m: p.l1_unstructured(m, "wieght", 1), AttributeError, "wieght"),
     (lambda p, m: p.l1_unstructured(m, "scale", 1), TypeError, "scale"),
@@ -86,12 +87,15 @@ OURS: list[Mistake] = [  # what PyTorch allows, or raises otherwise
     (lambda p, m: p.ln_structured(m, "weight", 1, "foo", 0), ValueError, "'foo'"),
     (lambda p, m: p.random_unstructured(m, "weight", 1, seed=1.5), TypeError, "1.5"),
     (lambda p, m: p.global_unstructured([(m, "weight")] * 2, p.Identity), ValueError, "'weight' of Linear is .*twice"),
+    (lambda p, m: p.l1_pattern(m, "weight", "2:3"), ValueError, "2:3 does not fit 'weight': its 4 inputs"),
+    (lambda p, m: p.l1_pattern(m, "bias", "2:4"), ValueError, "'bias' of shape .* is no matrix"),
+    (lambda p, m: p.l1_pattern(m, "weight", 0.5), TypeError, "pattern must be .*0.5"),
+    (lambda p, m: p.random_pattern(m, "weight", p.Block(2, 0.5), seed="x"), TypeError, "seed must be an int"),
 ]
 
 
 @pytest.mark.parametrize("parity", [0, only_whole(1)])
 @pytest.mark.parametrize(("act", "kind", "text"), MISTAKES + LATER + OURS)
-@pytest.mark.sampled(8)
 def test_mistakes(act: Act, kind: type[Exception], text: str, parity: int) -> None:
     """In every world, before and after a first pruning in turn."""
     number = (MISTAKES + LATER + OURS).index((act, kind, text)) + parity
@@ -124,6 +128,7 @@ DISAGREEMENTS: list[tuple[Act, str]] = [
     (lambda rank, net: ours.random_structured(net.up, "weight", 1, 0, seed=rank), '"seed": "0".* rank 0; .* rank 1'),
     (lambda rank, net: ours.custom_from_mask(net.up, "weight", rank < SCORES), "CustomFromMask.* rank 0; .* rank 1"),
     (lambda rank, net: l1(net, scores=SCORES + rank), "importance scores: .* rank 0; .* rank 1"),
+    (lambda rank, net: ours.l1_pattern(net.up, "weight", f"1:{2 + 2 * rank}"), "NByM.*m=2.* 0; .*m=4.* rank 1"),
 ]
 
 

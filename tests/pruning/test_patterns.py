@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import distprune as prune
@@ -23,7 +22,6 @@ from distprune.shards import device
 from distprune.shards.geometry import Geometry
 from distprune.shards.matrix import Matrix
 from tests.contract import FITTING, own_cases
-from tests.decoder import decoder
 from tests.layouts import LAYOUTS, Layout
 from tests.pattern_oracle import SEED, keep_in_pattern
 from tests.sampling import Combination, over_layouts
@@ -273,81 +271,6 @@ def test_shards_that_say_how_they_are_a_matrix() -> None:
     wrong = dataclasses.replace(shard, matrix=Matrix(4, 4))
     with pytest.raises(ValueError, match=r"'w' of shape .*has not as many elements"):
         prune.prune_shards([wrong], pattern=NByM(2, 4))
-
-
-MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({}, ValueError, "needs sparsity"),
-    ({"pattern": NByM(2, 4), "sparsity": 0.5}, ValueError, r"pattern=NByM\(n=2, m=4\) says how much is pruned"),
-    ({"pattern": "2:4", "sparsity": 0.5}, ValueError, "'2:4' says how much is pruned"),
-    ({"pattern": NByM(2, 4), "scope": "tensor"}, ValueError, "scope='tensor' does not go with NByM"),
-    ({"pattern": PerRow(0.5), "scope": "global"}, ValueError, "scope='global' does not go with PerRow"),
-    ({"pattern": "4:2"}, ValueError, "4:2 is not a pattern"),
-    ({"pattern": "blocks"}, ValueError, "pattern='blocks' is not known; use 'unstructured'"),
-    ({"pattern": "row"}, ValueError, "pattern='row' needs sparsity"),
-    ({"pattern": 24}, TypeError, "pattern must be a Pattern or its text, such as '2:4', not 24"),
-    ({"pattern": Channels(0.5, 2)}, IndexError, "Invalid index 2"),
-    ({"pattern": NByM(2, 5)}, ValueError, "2:5 does not fit 'layers.0.up.weight': its 8 inputs"),
-    ({"pattern": Block(5, 0.5)}, ValueError, "blocks of 5 x 5 do not fit 'layers.0.up.weight'"),
-    ({"pattern": Block(2, 0.5), "scope": "row"}, ValueError, "scope='row' is not known"),
-    ({"pattern": NByM(2, 4), "include": ["layers.0.up.*"]}, ValueError, "'layers.0.up.bias' .*is no matrix"),
-    ({"pattern": NByM(2, 4), "include": ["odd"]}, NotImplementedError, "the input dims of 'odd'.* are not known"),
-    ({"pattern": NByM(2, 4), "include": ["back.weight"]}, NotImplementedError, "'back.weight', .*ConvTranspose1d"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "kind", "text"), MISTAKES)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_mistakes(world_size: int, arguments: dict[str, Any], kind: type[Exception], text: str) -> None:
-    def on_rank(_: int) -> None:
-        model = decoder()
-        model.odd = nn.Parameter(torch.ones(4, 4, 4))
-        with drawing(0):
-            model.back = nn.ConvTranspose1d(4, 4, 4)
-        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        try:
-            prune.prune_model(model, **arguments)
-        finally:
-            assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-    for error in run_threads(world_size, on_rank, catch=True):
-        assert type(error) is kind, error
-        assert re.search(text, str(error)), error
-
-
-def test_mistakes_of_the_functions() -> None:
-    p: Any = prune
-
-    def on_rank(rank: int, act: Any) -> None:
-        with drawing(0):
-            layer = nn.Linear(6, 4)
-        act(layer, rank)
-
-    mistakes: list[tuple[Any, type[Exception], str]] = [
-        (lambda m, _: p.l1_pattern(m, "weight", NByM(2, 4)), ValueError, "2:4 does not fit 'weight': its 6 inputs"),
-        (lambda m, _: p.l1_pattern(m, "bias", NByM(2, 4)), ValueError, "'bias' of shape .* is no matrix"),
-        (lambda m, _: p.l1_pattern(m, "weight", 0.5), TypeError, "pattern must be .*0.5"),
-        (lambda m, _: p.random_pattern(m, "weight", Block(2, 0.5), seed="x"), TypeError, "seed must be an int"),
-        (lambda m, r: p.l1_pattern(m, "weight", NByM(1, 2 + r)), ValueError, "NByM.*m=2.* 0; .*m=3.* rank 1"),
-    ]
-    for act, kind, text in mistakes:
-        for error in run_threads(2, on_rank, act, catch=True):
-            assert type(error) is kind, error
-            assert re.search(text, str(error)), error
-
-
-@pytest.mark.parametrize("pattern", TURNED_PATTERNS, ids=str)
-def test_nan_weights_are_named(pattern: Pattern) -> None:
-    def on_rank(rank: int) -> None:
-        model = decoder()
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-        if rank == 1:
-            weight: Any = model.get_parameter("layers.0.up.weight")
-            weight.to_local().data[0, 0] = torch.nan
-        prune.prune_model(model, pattern=pattern)
-
-    for error in run_threads(2, on_rank, catch=True):
-        assert isinstance(error, ValueError)
-        assert "'layers.0.up.weight' (1)" in str(error)
 
 
 def traffic_on_rank(_: int, pattern: Pattern, dim: int, width: int) -> tuple[int, int]:

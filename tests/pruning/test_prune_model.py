@@ -22,7 +22,6 @@ from distprune.scores.as_score import ScoreLike
 from distprune.scores.base import Elements, ElementwiseScore
 from distprune.scores.channel_norm import ChannelNorm
 from distprune.scores.random import Random
-from distprune.shards.layouts import local_shard
 from tests.contract import OwnScore
 from tests.decoder import BLOCK_WEIGHTS, decoder
 from tests.worlds import ProcessPool, drawing, run_threads
@@ -220,18 +219,6 @@ def test_parameters_that_are_not_contiguous() -> None:
         assert torch.equal(turned[0], straight[0])
 
 
-def test_shards_an_mpi_program_spread_by_hand_are_checked_too() -> None:
-    good = local_shard("w", torch.ones(4))
-    twice = LocalShard("w", torch.ones(4), good.geometry, Ownership())
-
-    def on_rank(_: int) -> None:
-        prune_shards([twice], 0.5)
-
-    for error in run_threads(2, on_rank, catch=True):
-        assert isinstance(error, ValueError)
-        assert "of the 4 elements of 'w' the ranks own 8" in str(error)
-
-
 @pytest.mark.parametrize("score", [OwnScore, lambda: lambda w: w**2, lambda: ElementwiseScore(lambda w: w**2)])
 def test_ranks_with_scores_of_their_own_agree(score: Callable[[], ScoreLike]) -> None:
     """Each rank makes its own, at another place in memory, as in separate processes."""
@@ -268,6 +255,7 @@ def test_scores_that_differ_between_ranks_are_refused() -> None:
         ([(0, 2), (0, 2)], "own 8, some of them twice:"),  # as many as there are, in wrong places
         ([(0, 3), (1, 2)], "own 8, some of them twice:"),
         ([(0, 1), (2, 4)], "own 6:"),  # a row that nobody owns
+        ([(0, 4), (0, 4)], "own 16:"),
     ],
 )
 @pytest.mark.parametrize("pattern", ["unstructured", "row", "1:2", "block:2", "channels:0"])

@@ -333,35 +333,3 @@ def test_random_masks_follow_the_seed() -> None:
             drawn.append(module.get_buffer("weight_mask"))
         assert torch.equal(drawn[0], drawn[1])
         assert not torch.equal(drawn[0], drawn[2])
-
-
-WRONG: dict[str, Act] = {
-    "negative": lambda p, m: p.l1_unstructured(m, "weight", -1),
-    "above one": lambda p, m: p.random_unstructured(m, "weight", 1.5),
-    "no number": lambda p, m: p.ln_structured(m, "weight", "much", 2, 0),
-    "too many": lambda p, m: p.l1_unstructured(m, "bias", 7),
-    "too many random": lambda p, m: p.random_unstructured(m, "bias", 7),
-    "too many channels": lambda p, m: p.random_structured(m, "weight", 7, 0),
-    "channels of a vector": lambda p, m: p.ln_structured(m, "bias", 1, 2, 0),
-    "dim": lambda p, m: p.ln_structured(m, "weight", 1, 2, 2),
-    "low dim": lambda p, m: p.random_structured(m, "weight", 1, -3),
-    "scores": lambda p, m: p.l1_unstructured(m, "weight", 1, torch.ones(3)),
-    "mask": lambda p, m: p.custom_from_mask(m, "weight", torch.ones(3)),
-    "no such name": lambda p, m: p.identity(m, "nothing"),
-    "not pruned": lambda p, m: p.remove(m, "weight"),
-    "global structured": lambda p, m: p.global_unstructured([(m, "weight")], p.LnStructured, amount=1, n=2),
-    "global over no pairs": lambda p, _: p.global_unstructured(3, p.L1Unstructured, amount=1),
-    "global scores": lambda p, m: p.global_unstructured([(m, "weight")], p.L1Unstructured, [torch.ones(1)], amount=1),
-    "global too many": lambda p, m: p.global_unstructured([(m, "weight")], p.L1Unstructured, amount=43),
-}
-
-
-@pytest.mark.parametrize("kind", WRONG)
-def test_wrong_arguments_raise_what_pytorch_raises(kind: str) -> None:
-    with pytest.raises(Exception) as there:  # noqa: PT011
-        WRONG[kind](theirs, made("linear"))
-    module = made("linear")
-    with pytest.raises(there.type):
-        WRONG[kind](ours, module)
-    assert list(module.state_dict()) == ["weight", "bias"]
-    assert not ours.is_pruned(module)

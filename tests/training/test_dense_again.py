@@ -341,10 +341,3 @@ def test_a_wrapper_that_runs_no_hooks() -> None:
         train_usual(optimizer, Wrapped(model, 0, 1), third)
     hold.finish()
     assert all(map(torch.equal, held_bits(model), held))
-
-
-def test_a_frozen_base() -> None:
-    model = transformer().requires_grad_(False)
-    adapter = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"are frozen .*as under PEFT's adapters.*merge_adapters"):
-        hold_zeros(model, torch.optim.SGD(adapter.parameters()), include=INCLUDE)

@@ -263,30 +263,3 @@ def test_what_is_a_moment() -> None:
     assert torch.equal(state["exp_avg"], kept.float())
     assert torch.equal(state["pre_cond_0"] + state["inv_pre_cond_1"], torch.full((12, 12), 2.0))
     assert torch.equal(torch.zeros(12, 12).copy_(packed), 2.0 * kept)
-
-
-@pytest.mark.filterwarnings("default")  # of torch.compile, which torchao calls
-@pytest.mark.parametrize("bits", ["8", "4", "Fp8"])
-def test_moments_of_torchao(bits: str) -> None:
-    name = f"AdamW{bits}{'' if bits == 'Fp8' else 'bit'}"
-    make = getattr(pytest.importorskip("torchao.optim", reason="needs torchao; the row above packs as it does"), name)
-    torch.manual_seed(0)
-    model = nn.Linear(128, 128)  # smaller ones are not packed
-    optimizer = make(model.parameters(), lr=1e-2)
-
-    def train() -> None:
-        for _ in range(2):
-            model(torch.randn(8, 128)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    train()
-    prune.prune_model(model, 0.5)
-    hold_zeros(model, optimizer)
-    held = model.weight == 0
-    train()
-    assert torch.equal(model.weight == 0, held)
-    state = optimizer.state[model.weight]
-    assert not state["exp_avg"].dequantize().view(128, 128)[held].any()
-    if bits != "4":  # its squares have no zero
-        assert not state["exp_avg_sq"].dequantize().view(128, 128)[held].any()

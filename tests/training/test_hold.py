@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -20,8 +20,6 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import distprune as prune
 from distprune.training.hold import hold_zeros
-from distprune.training.schedules import constant
-from distprune.training.sparse_training import SparseTraining
 from tests.sampling import only_whole, pairs_first
 from tests.training.optimizers import (
     INCLUDE,
@@ -318,32 +316,6 @@ def test_follows_replaced_parameters() -> None:
     Wrapped(model, 0, 1).step(tokens)
     optimizer.step()
     assert not all(map(torch.equal, held_bits(model), before))
-
-
-def _no_gradient(model: nn.Module) -> None:
-    optimizer = torch.optim.SGD(model.parameters())
-    SparseTraining(model, optimizer, schedule=constant(0.5), score="taylor", include=INCLUDE)
-    optimizer.step()
-
-
-def _prunes_in_backward(model: nn.Module) -> None:
-    optimizers = {parameter: torch.optim.SGD([parameter]) for parameter in model.parameters()}
-    SparseTraining(model, optimizers.values(), schedule=constant(0.5), include=INCLUDE)
-    for parameter, optimizer in optimizers.items():
-        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())  # type: ignore[no-untyped-call]
-    Wrapped(model, 0, 1).step(batches(1)[0])
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "says"),
-    [
-        (_no_gradient, ValueError, "'layers.0.attention.q.weight' has no gradient"),
-        (_prunes_in_backward, NotImplementedError, "within the backward pass"),
-    ],
-)
-def test_bad_input(call: Callable[[nn.Module], None], error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=says):
-        call(transformer())
 
 
 def no_sync_on_rank(rank: int) -> str:
