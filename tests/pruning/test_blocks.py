@@ -1,11 +1,10 @@
-"""Blocks of what shard edges cut anywhere, of transposed weights, and with infinite elements."""
+"""Blocks, groups and rows that shard edges cut anywhere, of transposed weights, and with infinite elements."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,7 +13,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import distprune as prune
 from distprune.collectives.communicator import Alone
-from distprune.patterns.local_units import BlockUnits
 from distprune.shards.geometry import Geometry
 from distprune.shards.local_shard import LocalShard, Ownership
 from distprune.shards.matrix import Matrix
@@ -33,10 +31,11 @@ VALUES = {
     .masked_fill(torch.arange(192) % 50 == 3, torch.inf)
     .view(SHAPE),
 }
+PATTERNS = (*(prune.Block(size, 0.4) for size in (1, 2, 4)), prune.NByM(2, 4), prune.PerRow(0.4))
 CASES = [
-    (kind, block, turned, score)
+    (kind, pattern, turned, score)
     for kind in VALUES
-    for block in (1, 2, 4)
+    for pattern in PATTERNS
     for turned in (False, True)
     for score in ("magnitude", "random")
 ]
@@ -47,12 +46,12 @@ def matrix_of(turned: bool) -> Matrix:
 
 
 def pruned(
-    values: torch.Tensor, geometry: Geometry, block: int, turned: bool, score: str, **group: Any
+    values: torch.Tensor, geometry: Geometry, pattern: prune.Pattern, turned: bool, score: str, **group: Any
 ) -> torch.Tensor:
     """Return what is left of ``values``, a part of two matrices."""
     shard = LocalShard("w", values.clone(), geometry, Ownership(), matrix=matrix_of(turned), original_shape=SHAPE)
     seed: dict[str, Any] = {"seed": 3} if score == "random" else {}
-    prune.prune_shards([shard], 0.4, pattern=f"block:{block}", score=score, **seed, **group)
+    prune.prune_shards([shard], pattern=pattern, score=score, **seed, **group)
     return shard.local
 
 
@@ -61,15 +60,12 @@ WHOLE = {case: pruned(VALUES[case[0]], Geometry.whole(SHAPE), *case[1:], group=A
 
 def test_transposed_blocks_are_those_of_the_matrix() -> None:
     for case, there in WHOLE.items():
-        kind, block, turned, score = case
-        if turned:
+        kind, pattern, turned, score = case
+        if turned and (score == "magnitude" or (isinstance(pattern, prune.Block) and pattern.size > 1)):
             values = VALUES[kind].transpose(1, 2).reshape(24, 8)
             shard = LocalShard("w", values.clone(), Geometry.whole((24, 8)), Ownership())
-            seed: dict[str, Any] = {"seed": 3} if score == "random" else {}
-            prune.prune_shards([shard], 0.4, pattern=f"block:{block}", score=score, group=Alone(), **seed)
-            assert torch.equal(shard.local, there.transpose(1, 2).reshape(24, 8)) or (block, score) == (1, "random"), (
-                case
-            )
+            prune.prune_shards([shard], pattern=pattern, group=Alone(), score=score, seed=3)
+            assert torch.equal(shard.local, there.transpose(1, 2).reshape(24, 8)), case
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -87,33 +83,21 @@ def test_stretches_of_the_flattened_weight(on_device: bool) -> None:
 
 
 def test_several_stretches_on_each_rank() -> None:
-    def on_rank(rank: int) -> torch.Tensor:
+    def on_rank(rank: int, pattern: prune.Pattern) -> torch.Tensor:
         runs = RUNS[rank::2]
         local = torch.cat([VALUES["ties"].reshape(-1)[slice(*run)] for run in runs])
-        return pruned(local, Geometry((192,), (runs,)), 2, True, "magnitude")
+        return pruned(local, Geometry((192,), (runs,)), pattern, True, "magnitude")
 
-    first, second = run_threads(2, on_rank)
-    parts = [first[:21], second[:2], first[21:], second[2:]]
-    assert torch.equal(torch.cat(parts), WHOLE["ties", 2, True, "magnitude"].reshape(-1))
-
-
-@pytest.mark.parametrize("turned", [False, True])
-def test_whole_and_cut_blocks_are_all_that_there_are(turned: bool) -> None:
-    matrix = matrix_of(turned)
-    lines, width = (16, 12)
-    for runs in ((((0, 5),), ((0, 7),)), (((3, 12),), ((0, 2), (6, 12))), (((0, 16),), ((4, 8),))):
-        geometry = Geometry((2, 8, 12), (((0, 2),), ((3, 7),), runs[1])) if turned else Geometry((lines, width), runs)
-        blocks = BlockUnits(geometry, matrix, 4)
-        rows, columns = matrix.place(geometry.flat_indices(0, geometry.local_numel).numpy())
-        numbers, num = np.unique(rows // 4 * (matrix.num_in // 4) + columns // 4, return_counts=True)
-        assert blocks.numbers.tolist() == numbers.tolist()
-        assert blocks.are_cut.tolist() == (num < 16).tolist()
+    for pattern in PATTERNS[1:]:
+        first, second = run_threads(2, on_rank, pattern)
+        parts = [first[:21], second[:2], first[21:], second[2:]]
+        assert torch.equal(torch.cat(parts), WHOLE["ties", pattern, True, "magnitude"].reshape(-1)), pattern
 
 
 def test_nan_is_counted() -> None:
     nan = VALUES["ties"].where(torch.arange(192).view(SHAPE) % 90 > 0, torch.nan)
     with pytest.raises(ValueError, match=r"'w' \(3\)"):
-        pruned(nan, Geometry.whole(SHAPE), 2, True, "magnitude", group=Alone())
+        pruned(nan, Geometry.whole(SHAPE), prune.Block(2, 0.4), True, "magnitude", group=Alone())
 
 
 def test_copies_do_not_add_up() -> None:

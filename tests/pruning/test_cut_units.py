@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,9 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import distprune as prune
 from distprune import NByM, PerRow
 from distprune.patterns import cut_bands
-from distprune.patterns.local_units import RowUnits
 from distprune.selection.highest import keep_highest_per_row
-from distprune.shards.geometry import Geometry
 from distprune.shards.layouts import local_shard
 from distprune.shards.local_shard import LocalShard
 from distprune.shards.matrix import Matrix
@@ -98,23 +94,3 @@ def test_rows_of_which_a_part_is_missing_are_refused() -> None:
     for error in run_threads(2, shard_on_rank, lambda: DeviceMesh("cpu", [0, 1]), changed, catch=True):
         assert isinstance(error, ValueError)
         assert "ranks do not hold all of the groups or rows of 'w' that they hold parts of" in str(error)
-
-
-STRETCHED = [(Matrix(3, 4), 2), (Matrix(3, 4, transposed=True), 2), (Matrix(3, 4, transposed=True, num_matrices=2), 4)]
-
-
-@pytest.mark.parametrize(("matrix", "length"), STRETCHED)
-def test_each_element_of_a_stretch_is_whole_or_cut_once(matrix: Matrix, length: int) -> None:
-    numel = matrix.num_rows * matrix.num_in
-    for start, stop in itertools.combinations(range(numel + 1), 2):
-        geometry = Geometry.rows((numel,), start, stop)
-        units = RowUnits(geometry, matrix, length)
-        found = [np.arange(numel)[at] for at, _ in units.whole(torch.device("cpu"))]
-        assert sum(map(len, found)) % length == 0
-        numbers, at = units.cut(torch.device("cpu"))
-        offsets = torch.arange(numel)[at].numpy()
-        rows, columns = matrix.place(start + offsets)
-        assert (rows * matrix.num_in + columns == numbers).all()
-        assert (np.diff(numbers) > 0).all()
-        assert units.num_cut == len(numbers)
-        assert sorted(np.concatenate([*found, offsets]).tolist()) == list(range(stop - start))

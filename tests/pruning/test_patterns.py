@@ -127,15 +127,6 @@ def test_chunks_that_end_within_units(monkeypatch: pytest.MonkeyPatch, name: str
         run_threads(3, turned_on_rank, None)
 
 
-@pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 8), (1, 3)])
-def test_groups_are_those_of_the_plain_function(n: int, m: int) -> None:
-    torch.manual_seed(0)
-    layer = nn.Linear(48, 20)
-    mask = keep_highest_per_group(layer.weight.detach().abs(), n, m)
-    prune.l1_pattern(layer, "weight", NByM(n, m))
-    assert torch.equal(layer.get_buffer("weight_mask"), mask.float())
-
-
 def test_pruning_again_keeps_n_of_m_in_all() -> None:
     torch.manual_seed(0)
     layer = nn.Linear(16, 8)

@@ -103,27 +103,6 @@ def test_patterns_equal_the_plain_answer(layout: Layout, world_size: int) -> Non
         run_threads(world_size, check_rank, layout, world_size, made())
 
 
-@pytest.mark.parametrize("pattern", [prune.Block(4, 0.5), prune.NByM(2, 4), prune.PerRow(0.5)], ids=str)
-def test_a_stretch_of_the_flattened_weight(pattern: prune.Pattern) -> None:
-    """As FSDP1 cuts it: anywhere."""
-    whole = values_of("ties", 24 * 16, torch.float32).view(24, 16)
-    wanted = nn.Linear(16, 24, bias=False)
-    wanted.weight = nn.Parameter(whole.clone())
-    prune.prune_model(wanted, pattern=pattern)
-
-    def on_rank(rank: int) -> torch.Tensor:
-        runs = ((0, 101), (101, 250), (250, 384))[rank]
-        geometry = Geometry((384,), ((runs,),))
-        local = whole.view(-1)[slice(*runs)].clone()
-        matrix = LocalShard("w", whole, Geometry.whole((24, 16))).as_matrix()
-        prune.prune_shards([LocalShard("w", local, geometry, Ownership(), matrix=matrix)], pattern=pattern)
-        return local
-
-    with as_on_a_device(16):
-        parts = run_threads(3, on_rank)
-    assert torch.equal(torch.cat(parts).view(24, 16), wanted.weight)
-
-
 Call = Callable[[nn.Module, Alone], object]
 
 

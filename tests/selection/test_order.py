@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distprune.selection.order import Order, common_order
+from distprune.selection.order import Order, OrderedBy, common_order
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # In order of value; equal ones together.
@@ -36,8 +36,8 @@ def test_by_magnitude(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("by", ["value", "magnitude"])
-def test_nan_has_no_place(dtype: torch.dtype, by: str) -> None:
-    order = Order(by, dtype)  # type: ignore[arg-type]
+def test_nan_has_no_place(dtype: torch.dtype, by: OrderedBy) -> None:
+    order = Order(by, dtype)
     for nan in (torch.tensor([torch.nan], dtype=dtype), -torch.tensor([torch.nan], dtype=dtype)):
         assert int(order.keys(nan)) > order.last
 
@@ -59,39 +59,30 @@ def test_integers_are_their_own_keys() -> None:
     assert order.values([-5]) == [-5]
 
 
-@pytest.mark.parametrize(
-    ("dtypes", "common"),
-    [
-        ([torch.bfloat16], torch.bfloat16),
-        ([torch.float16, torch.bfloat16], torch.float32),
-        ([torch.float16, torch.float64], torch.float64),
-        ([torch.float8_e4m3fn], torch.float32),
-    ],
-)
-def test_common_floats(dtypes: list[torch.dtype], common: torch.dtype) -> None:
-    assert common_order(("magnitude", dtype) for dtype in dtypes) == Order("magnitude", common)
+COMMON = [
+    ("magnitude", [torch.bfloat16], torch.bfloat16),
+    ("magnitude", [torch.float16, torch.bfloat16], torch.float32),
+    ("magnitude", [torch.float16, torch.float64], torch.float64),
+    ("magnitude", [torch.float8_e4m3fn], torch.float32),
+    ("value", [torch.int8], torch.int16),
+    ("value", [torch.uint8], torch.int16),
+    ("value", [torch.bool], torch.int16),
+    ("value", [torch.int8, torch.int64], torch.int64),
+    ("value", [torch.uint8, torch.int32], torch.int32),
+]
 
 
-@pytest.mark.parametrize(
-    ("dtypes", "common"),
-    [
-        ([torch.int8], torch.int16),
-        ([torch.uint8], torch.int16),
-        ([torch.bool], torch.int16),
-        ([torch.int8, torch.int64], torch.int64),
-        ([torch.uint8, torch.int32], torch.int32),
-    ],
-)
-def test_common_integers(dtypes: list[torch.dtype], common: torch.dtype) -> None:
-    assert common_order(("value", dtype) for dtype in dtypes) == Order("value", common)
+@pytest.mark.parametrize(("by", "dtypes", "common"), COMMON)
+def test_common_order(by: OrderedBy, dtypes: list[torch.dtype], common: torch.dtype) -> None:
+    assert common_order((by, dtype) for dtype in dtypes) == Order(by, common)
 
 
 def test_no_common_order() -> None:
-    with pytest.raises(TypeError, match="no common order"):
-        common_order([("value", torch.float32), ("value", torch.int32)])
-    with pytest.raises(TypeError, match="by magnitude and by value"):
-        common_order([("value", torch.float32), ("magnitude", torch.float32)])
-    with pytest.raises(TypeError, match="no common order"):
-        common_order([("magnitude", torch.int32)])
-    with pytest.raises(TypeError, match="no common order"):
-        common_order([("value", torch.complex64)])
+    for kinds, why in (
+        ([("value", torch.float32), ("value", torch.int32)], "no common order"),
+        ([("value", torch.float32), ("magnitude", torch.float32)], "by magnitude and by value"),
+        ([("magnitude", torch.int32)], "no common order"),
+        ([("value", torch.complex64)], "no common order"),
+    ):
+        with pytest.raises(TypeError, match=why):
+            common_order(kinds)  # type: ignore[arg-type]

@@ -1,12 +1,14 @@
-"""Scores from gradients: the formula in float32, whatever the weights' dtype and sign."""
+"""Scores from gradients: the formula in float32, whatever the weights' dtype and sign. Integers: as they are."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
+from typing_extensions import override
 
-from distprune import compute_masks
+import distprune as prune
+from distprune.scores.base import Elements
 
 
 @pytest.mark.parametrize("score", ["gradient", "taylor"])
@@ -23,5 +25,25 @@ def test_equals_the_formula(score: str, dtype: torch.dtype) -> None:
     scores = (factor * gradient.to(wide)).abs().flatten()
     wanted = torch.ones(48 * 40, dtype=torch.bool)
     wanted[scores.argsort(stable=True)[: 24 * 40]] = False
-    masks = compute_masks(layer, 0.5, score=score, evidence={"gradient": {"weight": gradient}})
+    masks = prune.compute_masks(layer, 0.5, score=score, evidence={"gradient": {"weight": gradient}})
     assert torch.equal(masks["weight"], wanted.view(48, 40))
+
+
+def test_integers_that_a_score_keeps_stay_as_they_are() -> None:
+    kept = torch.arange(6, dtype=torch.int32)
+    layer = nn.Linear(6, 1, bias=False)
+    with torch.no_grad():
+        layer.weight[0, 3] = 0.0
+
+    class Kept(prune.Score):
+        @override
+        def values(self, elements: Elements) -> torch.Tensor:
+            return kept[elements.at]
+
+        @override
+        def dtype(self, weight: torch.dtype) -> torch.dtype:
+            return torch.int32
+
+    prune.prune_model(layer, 0.5, score=Kept())
+    assert kept.tolist() == [*range(6)]
+    assert torch.nonzero(layer.weight[0] == 0).flatten().tolist() == [0, 1, 3]
