@@ -21,7 +21,7 @@ LINES = {
     "masks": (487, 470),
     "models": (887, 690),
     "oneshot": (1926, 1440),
-    "patterns": (1455, 690),
+    "patterns": (1446, 690),
     "pruning": (1421, 960),
     "removal": (1541, 1160),
     "scores": (376, 350),

@@ -113,7 +113,7 @@ class Block(Pattern):
         if is_of_one and not any(num_cut):
             return choose_elements(ranked, self.sparsity, self.scope, gone_before, " (blocks)")
         if not score.scores_units:
-            blocks.grid = agree_on_grid(ranked, [self.size**2] * len(members), together=self.scope == "global")
+            blocks.grid = agree_on_grid(blocks.competing)
         if any(num_cut):
             blocks.cut.bring(range(len(members)), blocks.cut_part)
         num_gone = [0] * len(members)
@@ -159,9 +159,6 @@ class _LocalSums:
         """Return the blocks of one of this rank's shards, or of a piece of one."""
         return self._made(scores.shard.geometry, scores.shard.as_matrix(), self._size)
 
-    def _units(self, numbers: IntArray, table: torch.Tensor) -> Competitors:
-        return Competitors.of(self.competing, [self._size**2] * len(self._ranked.numels), numbers, table)
-
     @cached_property
     def _numbers(self) -> IntArray:
         """The blocks of which this rank holds a part, counted over all members."""
@@ -180,7 +177,7 @@ class _LocalSums:
     @cached_property
     def here(self) -> Competitors:
         """These blocks, by what this rank adds to them."""
-        return self._units(self._numbers, self._table)
+        return Competitors.of(self.competing, self._numbers, self._table)
 
     @cached_property
     def _told(self) -> tuple[Competitors, list[IntArray]]:
@@ -192,7 +189,7 @@ class _LocalSums:
         for place, (_, values) in zip(parts, told, strict=True):
             if values is not None:
                 table.index_add_(1, torch.from_numpy(place), torch.from_numpy(values.reshape(len(place), -1).T))
-        return self._units(numbers, table), parts
+        return Competitors.of(self.competing, numbers, table), parts
 
     @cached_property
     def competitors(self) -> list[Competitors]:

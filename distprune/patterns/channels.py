@@ -100,10 +100,9 @@ class Channels(Pattern):
         ranked.order(range(len(members)))  # raises alike on all ranks
         take_census(ranked)
         nums = [member.global_shape[self.dim] for member in members]
-        sizes = [numel // max(num, 1) for numel, num in zip(ranked.numels, nums, strict=True)]
         competing, made = Competing(ranked, self.scope, nums), cache(ChannelUnits)
         firsts = competing.firsts
-        grid = None if score.scores_units else agree_on_grid(ranked, sizes, together=self.scope == "global")
+        grid = None if score.scores_units else agree_on_grid(competing)
 
         def units_of(scores: LocalScores) -> ChannelUnits:
             return made(scores.shard.geometry, scores.shard.shape, self.dim)
@@ -132,7 +131,7 @@ class Channels(Pattern):
             table = own_table()
             for rows, at, message in messages:
                 table[rows].view(-1)[at] = message
-            channels = Competitors.of(competing, sizes, np.arange(firsts[-1]), table)
+            channels = Competitors.of(competing, np.arange(firsts[-1]), table)
             num_gone = channels.num_gone().tolist() if ranked.of_left else [0] * len(nums)
             competitions = competing.competitions(self.sparsity, num_gone, lambda _: SUMS, " (channels)")
             selection = select_lowest(Alone(), competitions, lambda: channels.sources)

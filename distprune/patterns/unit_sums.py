@@ -17,7 +17,6 @@ import numpy.typing as npt
 import torch
 
 from distprune.collectives.agree import max_together
-from distprune.patterns.base import Ranked
 from distprune.patterns.census import Competing
 from distprune.patterns.local_units import BlockUnits, ChannelUnits, UnitBox
 from distprune.scores.base import LocalScores, Score
@@ -112,15 +111,15 @@ def _largest(scores: LocalScores, *, is_odd: bool = False) -> torch.Tensor:
     return torch.stack([largest, num_nans])
 
 
-def agree_on_grid(ranked: Ranked, sizes: Sequence[int], *, together: bool) -> Grid:
-    """Return the grid of every member, or, ``together``, of one for all. Every rank must call it.
+def agree_on_grid(competing: Competing) -> Grid:
+    """Return the grid of every member, or of one for all that compete. Every rank must call it.
 
-    ``sizes``: the elements of a unit, by member. One round of 8 bytes a parameter and 8 more.
+    One round of 8 bytes a parameter and 8 more.
 
     Raises:
         ValueError: on every rank: scores are NaN.
     """
-    num_nans: dict[str, int] = {}
+    ranked, sizes, num_nans = competing.ranked, competing.sizes, dict[str, int]()
 
     def fill(words: torch.Tensor) -> None:
         owned = [*ranked.owned.values()]
@@ -135,7 +134,7 @@ def agree_on_grid(ranked: Ranked, sizes: Sequence[int], *, together: bool) -> Gr
     *largest, is_odd = max_together(ranked.comm, (len(sizes) + 1,), fill, torch.float64).tolist()
     if math.isinf(is_odd):
         raise_nans(ranked.comm, num_nans)
-    if together:
+    if competing.scope == "global":
         scales = [grid_scale(max(sizes, default=0), max(largest, default=0.0))] * len(sizes)
     else:
         scales = [grid_scale(num, size) for num, size in zip(sizes, largest, strict=True)]
@@ -167,8 +166,8 @@ class Competitors:
     are_gone: torch.Tensor
 
     @staticmethod
-    def of(competing: Competing, sizes: Sequence[int], numbers: IntArray, table: torch.Tensor) -> Competitors:
-        """Return the units of ``table``, which is used up. ``sizes``: by member, how many elements a unit has.
+    def of(competing: Competing, numbers: IntArray, table: torch.Tensor) -> Competitors:
+        """Return the units of ``table``, which is used up.
 
         Keys are sums, negated if the score is ``descending``, or extremes. With more +inf than -inf a sum is +inf, and
         the reverse; with as many of both, it is that of the finite elements.
@@ -187,7 +186,7 @@ class Competitors:
             keys.masked_fill_(table[NUM_INFINITE] > 0, SUMS.last).masked_fill_(table[NUM_INFINITE] < 0, SUMS.first)
         if score.descending or score.combined_by == "min":
             keys.neg_()
-        are_gone = table[NUM_GONE] == torch.from_numpy(np.repeat(sizes, np.diff(bounds)))
+        are_gone = table[NUM_GONE] == torch.from_numpy(np.repeat(competing.sizes, np.diff(bounds)))
         if not ranked.regrows:
             keys.masked_fill_(are_gone, SUMS.gone)
         return Competitors(competing, numbers, keys, are_gone)

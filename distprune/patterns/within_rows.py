@@ -51,8 +51,9 @@ class WithinRows(Pattern):
         """
         units = _UnitRules(ranked, self)
         if ranked.checks:
-            _, num_cut = take_census(ranked, num_cut=lambda scores: units.of(scores).num_cut)
-            units.exchange(num_cut)
+            _, num_bytes = take_census(ranked, num_cut=units.num_cut_bytes)
+            for members in CutBands.batches(ranked.roster, num_bytes):
+                units.exchange(members)
         return Choice([None] * len(ranked.numels), lambda each, out: units.decide([each], [out])[0], units.decide)
 
 
@@ -134,14 +135,15 @@ class _UnitRules:
         """Return the units of one of this rank's shards, or of a piece of one."""
         return self._made(scores.shard.geometry, scores.shard.as_matrix(), self._length(scores))
 
-    def exchange(self, num_cut: Sequence[int]) -> None:
-        """Have cut units decided at their homes. ``num_cut``: by member, their elements. Every rank must call it."""
-        orders = [order for _, order in self._rules.values()]
-        num_bytes = [num * order.key_dtype.itemsize for num, order in zip(num_cut, orders, strict=True)]
-        for members in CutBands.batches(self._ranked.roster, num_bytes):
-            cut = CutBands(self._ranked.comm, self._ranked.roster)
-            cut.bring(members, self._cut_part)
-            self._answers |= cut.back(partial(self._decide_told, cut))
+    def num_cut_bytes(self, scores: LocalScores) -> int:
+        """Return how many bytes the keys of cut units have."""
+        return self.of(scores).num_cut * self._rules[scores.shard.name][1].key_dtype.itemsize
+
+    def exchange(self, members: Sequence[int]) -> None:
+        """Have cut units of some parameters decided at their homes. Every rank must call it."""
+        cut = CutBands(self._ranked.comm, self._ranked.roster)
+        cut.bring(members, self._cut_part)
+        self._answers |= cut.back(partial(self._decide_told, cut))
 
     def _cut_part(self, member: int) -> CutPart | None:
         scores = self._ranked.local.get(member)
