@@ -10,8 +10,9 @@ import pytest
 
 from distprune.jobs import OneShotJob, PruneJob, run_prune_job
 from tests.hf_models import TEXT, make_model, make_tokenizer
-from tests.jobs.jobs_of_a_kind import job_of
+from tests.jobs.jobs_of_a_kind import files, job_of, run_on_rank
 from tests.small_job import small_job
+from tests.worlds import ProcessPool
 
 
 @pytest.fixture(scope="session")
@@ -43,6 +44,29 @@ def pruned(of_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("to tune") / "model"
     run_prune_job(PruneJob(model=str(of_files), output=str(folder), sparsity=0.5))
     return folder
+
+
+@pytest.fixture
+def draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes longer than all else."""
+    monkeypatch.setattr("distprune.jobs.run.can_draw", lambda _: False)
+
+
+@pytest.fixture(scope="session")
+def expected(pool: ProcessPool) -> Callable[..., dict[str, bytes]]:
+    """Returns what a job writes on so many ranks over a model that nobody has spoilt, which is run once."""
+    known: dict[tuple[type, int], dict[str, bytes]] = {}
+
+    def of_job(job: Any, num_ranks: int = 1) -> dict[str, bytes]:
+        key = (type(job), num_ranks)
+        if key not in known:
+            other = Path(job.output).parents[1] / "whole" / Path(job.output).name
+            whole = dataclasses.replace(job, output=str(other))
+            assert pool.run(num_ranks, run_on_rank, whole) == [""] * num_ranks
+            known[key] = files(other)
+        return known[key]
+
+    return of_job
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.jobs.jobs_of_a_kind import KINDS, RESUMABLE, RUN, files, left, run, run_on_rank
-from tests.jobs.test_prune import Heard, ends_where_a_watcher_fails
+from tests.jobs.jobs_of_a_kind import KINDS, RESUMABLE, files, left, run, run_on_rank
+from tests.jobs.test_prune import Heard
 from tests.sampling import only_whole, pairs_first
 from tests.worlds import ProcessPool, run_threads
 
@@ -36,27 +36,7 @@ OTHERS: dict[str, dict[str, Any]] = {  # another recipe
 }
 
 
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw nothing, which takes longer than all else."""
-    monkeypatch.setattr("distprune.jobs.run.can_draw", lambda _: False)
-
-
-@pytest.fixture(scope="module")
-def expected(pool: ProcessPool) -> Callable[..., dict[str, bytes]]:
-    """Returns what a job writes on so many ranks over a model that nobody has spoilt, which is run once."""
-    known: dict[tuple[type, int], dict[str, bytes]] = {}
-
-    def of_job(job: Any, num_ranks: int = 1) -> dict[str, bytes]:
-        key = (type(job), num_ranks)
-        if key not in known:
-            other = Path(job.output).parents[1] / "whole" / Path(job.output).name
-            whole = dataclasses.replace(job, output=str(other))
-            assert pool.run(num_ranks, run_on_rank, whole) == [""] * num_ranks
-            known[key] = files(other)
-        return known[key]
-
-    return of_job
+pytestmark = pytest.mark.usefixtures("draws_nothing")
 
 
 def is_whole(job: Any, wanted: dict[str, bytes], *, exactly: bool = True) -> bool:
@@ -197,6 +177,11 @@ def test_a_full_disk(
     assert is_whole(job, expected(job, 2))
 
 
+def run_with_watcher(rank: int, job: Any, fails_at: str) -> str:
+    """Run the job; the second rank's watcher fails."""
+    return run_on_rank(rank, job, watcher=Heard(fails_at if rank == 1 else ""))
+
+
 @pytest.mark.parametrize(
     ("kind", "stage"),
     [
@@ -207,8 +192,9 @@ def test_a_full_disk(
 def test_a_watcher_that_fails_on_one_rank_ends_the_job_on_all(
     make: Callable[[str], Any], pool: ProcessPool, kind: str, stage: str
 ) -> None:
-    job = make(kind)
-    ends_where_a_watcher_fails(pool, RUN[type(job)], job, stage)
+    job, said = make(kind), f"the watcher failed: KeyError('the watcher broke at {stage}')"
+    errors = [f"RuntimeError: rank 1 of 2: {said}", f"RuntimeError: {said}"]
+    assert pool.run(2, run_with_watcher, job, stage) == errors
     assert not Path(job.output).exists()
 
 

@@ -22,26 +22,7 @@ from tests.jobs.jobs_of_a_kind import KINDS, RESUMABLE, Killed, files, left, run
 from tests.jobs.test_prune import Heard
 from tests.sampling import only_whole
 
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw nothing, which takes longer than all else."""
-    monkeypatch.setattr("distprune.jobs.run.can_draw", lambda _: False)
-
-
-@pytest.fixture(scope="module")
-def expected() -> Callable[[Any], dict[str, bytes]]:
-    """Returns what a job writes over a model that nobody has spoilt, which is run once."""
-    known: dict[type, dict[str, bytes]] = {}
-
-    def of_job(job: Any) -> dict[str, bytes]:
-        if type(job) not in known:
-            other = Path(job.output).parents[1] / "whole" / Path(job.output).name
-            run(dataclasses.replace(job, output=str(other)))
-            known[type(job)] = files(other)
-        return known[type(job)]
-
-    return of_job
+pytestmark = pytest.mark.usefixtures("draws_nothing")
 
 
 def kill(job: Any, watcher: Watcher | None = None) -> None:

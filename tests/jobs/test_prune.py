@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -16,7 +15,7 @@ from safetensors.torch import load_file
 from typing_extensions import override
 
 from distprune.checkpoint.inspect import inspect_directory
-from distprune.jobs import Evaluation, Job, PruneJob, Watcher, run_prune_job
+from distprune.jobs import FinetuneJob, OneShotJob, PruneJob, ShrinkJob, Watcher, run_prune_job
 from distprune.jobs.model_card import CARD_NAME
 from distprune.jobs.options import REPORT_NAME
 from distprune.jobs.run import write_report
@@ -140,11 +139,6 @@ def test_report_says_what_was_done(job: PruneJob, text_file: Path, tmp_path: Pat
     assert before[str(text_file)] != before[str(lines)]
 
 
-def test_without_a_text_nothing_is_evaluated(job: PruneJob) -> None:
-    report = run_prune_job(job)
-    assert report.before == report.after == Evaluation()
-
-
 def test_replaces_only_when_told_to(job: PruneJob, tmp_path: Path) -> None:
     run_prune_job(job)
     before = contents(tmp_path / "out")
@@ -155,34 +149,6 @@ def test_replaces_only_when_told_to(job: PruneJob, tmp_path: Path) -> None:
     run_prune_job(dataclasses.replace(more, overwrite=True))
     assert contents(tmp_path / "out") != before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_full_disk_leaves_nothing(job: PruneJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(OSError, match="1,000 bytes free"):
-        run_prune_job(job)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_output_is_checked_before_the_model_is_loaded(
-    job: PruneJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("distprune.jobs.run.load_model", lambda *_, **__: pytest.fail("loaded"))
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "precious").touch()
-    with pytest.raises(FileExistsError):
-        run_prune_job(job)
-
-
-def test_model_without_tokenizer(job: PruneJob, tmp_path: Path, text_file: Path) -> None:
-    bare = tmp_path / "bare"
-    shutil.copytree(job.model, bare)
-    for path in bare.glob("tokenizer*"):
-        path.unlink()
-    asked = dataclasses.replace(job, model=str(bare), evaluate_on=(str(text_file),))
-    with pytest.raises(ValueError, match="holds no tokenizer that transformers can load"):
-        run_prune_job(asked)
-    assert not Path(job.output).exists()
 
 
 @pytest.mark.parametrize(
@@ -255,46 +221,12 @@ def test_the_watcher_hears_all_stages(job: PruneJob, text_file: Path) -> None:
         assert told == sorted(told)
 
 
-def run_with_watcher(rank: int, run_job: Callable[..., object], job: Job, fails_at: str) -> str:
-    """Run the job; the second rank's watcher fails."""
-    try:
-        run_job(job, watcher=Heard(fails_at if rank == 1 else ""))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def ends_where_a_watcher_fails(pool: ProcessPool, run_job: Callable[..., object], job: Job, fails_at: str) -> None:
-    said = f"the watcher failed: KeyError('the watcher broke at {fails_at}')"
-    errors = [f"RuntimeError: rank 1 of 2: {said}", f"RuntimeError: {said}"]
-    assert pool.run(2, run_with_watcher, run_job, job, fails_at) == errors
-
-
-@pytest.mark.parametrize(
-    "fails_at", ["loading", "evaluating before on text.txt", "evaluating after on text.txt", "saving"]
-)
-@pytest.mark.sampled(1)
-def test_a_watcher_that_fails_on_one_rank_ends_the_job_on_all(
-    pool: ProcessPool, tmp_path: Path, job: PruneJob, text_file: Path, fails_at: str
-) -> None:
-    asked = dataclasses.replace(job, evaluate_on=(str(text_file),), evaluation_length=16)
-    ends_where_a_watcher_fails(pool, run_prune_job, asked, fails_at)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_watcher_that_fails_at_the_last_word(job: PruneJob, model_folder: Path, tmp_path: Path) -> None:
     """The only word of this job is that the model's own card is damaged."""
     model = shutil.copytree(model_folder, tmp_path / "model")
     (model / CARD_NAME).write_text("---\n[\n---\n")
     with pytest.raises(RuntimeError, match="the watcher broke at say"):
         run_prune_job(dataclasses.replace(job, model=str(model)), watcher=Heard("say"))
-    assert not Path(job.output).exists()
-
-
-@pytest.mark.parametrize("sparsity", [-0.1, 1.5, float("nan"), float("inf"), True, "0.5"])
-def test_what_is_no_sparsity(job: PruneJob, sparsity: Any) -> None:
-    with pytest.raises((ValueError, TypeError), match="sparsity"):
-        run_prune_job(dataclasses.replace(job, sparsity=sparsity))
     assert not Path(job.output).exists()
 
 
@@ -307,12 +239,22 @@ def test_sparsity_counts_what_is_zero_already(job: PruneJob, tmp_path: Path) -> 
     assert {**contents(tmp_path / "again"), CARD_NAME: b""} == out
 
 
-def test_overwrite_keeps_the_text_it_evaluates_on(job: PruneJob, text_file: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "asked", "field"),
+    [
+        (PruneJob, {"sparsity": 0.5}, "evaluate_on"),
+        (OneShotJob, {"sparsity": 0.5}, "calibration"),
+        (ShrinkJob, {"mlp": 0.5}, "own_words"),
+        (FinetuneJob, {"steps": 1}, "data"),
+        (FinetuneJob, {"steps": 1}, "teacher"),
+    ],
+)
+def test_what_is_read_is_not_replaced(job: PruneJob, kind: Any, asked: dict[str, Any], field: str) -> None:
     run_prune_job(job)
-    shutil.copyfile(text_file, Path(job.output) / "vocab.txt")  # a name that a model's files have
+    text = shutil.copyfile(f"{job.model}/config.json", f"{job.output}/vocab.txt")  # a name that a model's files have
+    read = {field: (text,) if field == "evaluate_on" else text}
     with pytest.raises(ValueError, match="lie inside each other"):
-        run_prune_job(dataclasses.replace(job, overwrite=True, evaluate_on=(f"{job.output}/vocab.txt",)))
-    assert (Path(job.output) / "vocab.txt").is_file()
+        kind(model=job.model, output=job.output, overwrite=True, **asked, **read).check()
 
 
 def test_reports_are_strict_json(tmp_path: Path) -> None:

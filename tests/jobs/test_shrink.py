@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from distprune.checkpoint import outputs
 from distprune.jobs import (
     Evaluation,
     JobReport,
@@ -145,18 +143,6 @@ def test_a_budget_is_divided_once(job: ShrinkJob, tmp_path: Path) -> None:
     card = (tmp_path / "whole" / "README.md").read_text()
     assert "| tried kv groups 1 | " in card
     assert "--parameters 0.8 " in card
-
-
-def test_killed_when_it_has_taken_the_place_of_another(job: ShrinkJob, tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("distprune.jobs.run.can_draw", lambda _: False)
-        run_shrink_job(job)
-        patch.setattr(outputs, "sync_file", lambda path: sys.exit() if path == tmp_path else None)
-        with pytest.raises(SystemExit):
-            run_shrink_job(dataclasses.replace(job, overwrite=True, seed=1))
-    assert json.loads((Path(job.output) / REPORT_NAME).read_text())["arguments"]["seed"] == 1
-    assert run_on_rank(0, dataclasses.replace(job, overwrite=True)) == ""
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
-import os
 import shutil
 import threading
 from pathlib import Path
@@ -253,18 +251,3 @@ def test_tied_weights_that_differ(models: Path, tmp_path: Path) -> None:
     model = spoiled(tmp_path, models / "gpt2", untie)
     job = StreamedJob(model=str(model), output=str(tmp_path / "out"), pattern="row", sparsity=0.5, include=("*.wte.*",))
     refuses(tmp_path, job, "with different values")
-
-
-def test_a_full_disk(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "pwrite", full)
-    job = StreamedJob(model=str(models / "gpt2"), output=str(tmp_path / "out"), sparsity=0.5)
-    refuses(tmp_path, job, "No space left", OSError)
-
-
-def test_a_pattern_that_does_not_fit(models: Path, tmp_path: Path) -> None:
-    refuses(
-        tmp_path, StreamedJob(model=str(models / "gpt2"), output=str(tmp_path / "out"), pattern="7:9"), "does not fit"
-    )
