@@ -164,9 +164,9 @@ def choose_units(
         find_norms(comm, asked.values(), {shard.name: shard for shard in plan.shards})
     if "gradients" in criterion.needs:
         linears = {name: one.linear for name, one in asked.items()}
-        found = measure_sensitivities(comm, model, linears, samples, batch_tokens=batch_tokens)
+        sensitivities = measure_sensitivities(comm, model, linears, samples, batch_tokens=batch_tokens)
         for name, one in asked.items():
-            one.gradients = found[name].outputs
+            one.gradients = sensitivities[name].outputs
     stays: dict[str, list[int]] = {}  # by reader
     kept: dict[tuple[str, UnitKind, str], torch.Tensor] = {}
 
@@ -228,5 +228,5 @@ def _shift_biases(comm: Communicator, remover: UnitRemover) -> None:
         for (name, bias), gained in zip(biases.items(), torch.split(total, sizes), strict=True):
             assert bias is not None
             shard = local_shard(f"{name}.bias", bias.detach())
-            own = cut(gained, shard.geometry).to(shard.local.device)
-            shard.local.copy_((shard.local.double() + own).view_as(shard.local))
+            gain = cut(gained, shard.geometry).to(shard.local.device)
+            shard.local.copy_((shard.local.double() + gain).view_as(shard.local))

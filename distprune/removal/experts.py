@@ -15,11 +15,11 @@ from distprune.calibration.catch_inputs import visit_blocks
 from distprune.calibration.data import device_of, token_digest
 from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import Group, communicator
-from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.experts import expert_inputs, expert_matrix
 from distprune.models.matrices import expert_weights
 from distprune.models.units import Units, find_all_units
 from distprune.oneshot.plan import blocks_to_walk, check_samples
+from distprune.oneshot.recipe import chosen
 from distprune.removal.readers import num_to_keep
 from distprune.removal.rebuild import Kept
 from distprune.shards.device import are_finite
@@ -60,25 +60,26 @@ def choose_experts(
     comm = communicator(group)
     with together(comm):
         check_samples(model, samples)
-        if criterion not in ("output", "usage"):
-            raise ValueError(f"{criterion=} is none of output, usage")
-        blocks_to_walk(model)
-        found = find_all_units(model, "experts")
-        for name, places in found:
-            for units in places:
-                num_to_keep(units, keep, f"{name}.{units.name}")  # checked before anything runs
-        blocks = dict(decoder_blocks(model))
-        visits = [_scoring(blocks[block], places, criterion) for block, places in found]
+        chosen("expert_criterion", criterion, ExpertCriterion)
+        blocks = blocks_to_walk(model)
+        places = [
+            (name, units, num_to_keep(units, keep, f"{name}.{units.name}"))
+            for name, of_block in find_all_units(model, "experts")
+            for units in of_block
+        ]
+        visits = [
+            _scoring(block, [units for place, units, _ in places if place == name], criterion) for name, block in blocks
+        ]
         digest = token_digest(samples)
     agree(comm, {"keep": repr(keep), "criterion": criterion, "samples": digest, "batch_tokens": batch_tokens})
-    scores_of_blocks = list(visit_blocks(comm, model, samples, visits, offload=offload, batch_tokens=batch_tokens))
+    scores = torch.cat([*visit_blocks(comm, model, samples, visits, offload=offload, batch_tokens=batch_tokens)])
     kept: dict[Any, torch.Tensor] = {}
     with together(comm):
-        for (name, places), scores in zip(found, scores_of_blocks, strict=True):
-            if not are_finite(scores):
+        by_place = torch.split(scores, [units.num_units for _, units, _ in places])
+        for (name, units, num_kept), of_place in zip(places, by_place, strict=True):
+            if not are_finite(of_place):
                 raise ValueError(f"experts of block {name!r} put out NaN or Inf")
-            for units, of_units in zip(places, torch.split(scores, [of.num_units for of in places]), strict=True):
-                kept[name, "experts", units.name] = _highest(of_units, units, num_to_keep(units, keep, units.name))
+            kept[name, "experts", units.name] = _highest(of_place, units, num_kept)
     return kept
 
 

@@ -27,6 +27,8 @@ from distprune.models.cross_entropy import cross_entropy
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.evaluating import replacing_forwards
 from distprune.oneshot.plan import blocks_to_walk, check_samples
+from distprune.oneshot.recipe import chosen
+from distprune.removal.readers import number_of
 from distprune.shards.device import fetched, sent
 
 LayerCriterion = Literal["loss", "influence"]
@@ -77,12 +79,8 @@ def order_layers(
     with together(comm):
         check_samples(model, samples)
         num_layers = len(blocks_to_walk(model))
-        if isinstance(num_kept, bool) or not isinstance(num_kept, int):
-            raise TypeError(f"num_kept must be a number of layers, not {num_kept!r}")
-        if not 1 <= num_kept <= num_layers:
-            raise ValueError(f"{num_kept=} layers of {num_layers} cannot stay")
-        if criterion not in ("loss", "influence"):
-            raise ValueError(f"{criterion=} is none of loss, influence")
+        num_kept = number_of(num_kept, num_layers, "layers")
+        chosen("layer_criterion", criterion, LayerCriterion)
         if criterion == "loss" and samples.shape[1] < 2:
             raise ValueError(f"samples of {samples.shape[1]} token have none to predict; two are the least")
         digest = token_digest(samples)

@@ -130,10 +130,10 @@ def number_of(size: int | float, num_all: int, kind: str, where: str = "", num_g
 def _last_mlp(block: nn.Module, linears: Mapping[str, LinearLayer]) -> Units | None:
     """Return the units of the MLP whose outputs are the last to be added to hidden states, if that is known."""
     try:
-        found = [units for units in find_units(block, "mlp") if units.reader in linears]
+        places = [units for units in find_units(block, "mlp") if units.reader in linears]
     except NotImplementedError:
         return None
-    return found[0] if len(found) == 1 else None
+    return places[0] if len(places) == 1 else None
 
 
 def find_norms(comm: Communicator, asked: Collection[Asked], shards: Mapping[str, LocalShard]) -> None:

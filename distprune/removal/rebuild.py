@@ -61,8 +61,8 @@ def remove_units(model: nn.Module, kept: Kept, *, group: Group = None) -> None:
             local = select(comm, tensor, local, shape, selection)
             shape[selection.dim] = selection.index.shape[-1]
         with together(comm):
-            if (found := managed.find(module, attribute)) is not None:
-                resize(found, shape, local)
+            if (parameter := managed.find(module, attribute)) is not None:
+                resize(parameter, shape, local)
                 continue
             if isinstance(tensor, DTensor):
                 mesh, size = tensor.device_mesh, torch.Size(shape)
@@ -149,11 +149,11 @@ def select_units(model: nn.Module, kept: Kept) -> tuple[Selections, list[SizeCha
     """Return what stays, and which sizes change, as :func:`plan_units` does; the configuration is not asked."""
     check_layout(model)
     blocks, managed = dict(decoder_blocks(model)), Fsdp2Params()
-    found = {key: {units.name: units for units in find_units(blocks[key[0]], key[1])} for key in {k[:2] for k in kept}}
+    places = {key: {units.name: units for units in find_units(blocks[key[0]], key[1])} for key in {k[:2] for k in kept}}
     masks: dict[tuple[str, int], torch.Tensor] = {}  # by name and dim: (size,); (slices, size) where each has its own
     changes: dict[SizeChange, None] = {}
     for (name, kind, place), index in kept.items():
-        units = found[name, kind][place]
+        units = places[name, kind][place]
         gone = torch.ones(units.num_units, dtype=torch.bool, device="cpu")
         gone[index] = False
         for cut in units.cuts:
@@ -184,7 +184,7 @@ def _head_changes(block: nn.Module, units: Units, num_kept: int) -> list[SizeCha
     assert units.reader_index is not None
     size = head_dim(block.get_submodule(units.name))
     num_heads = units.reader_index.numel() // size
-    num_groups = next(of.num_units for of in find_units(block, "kv_groups") if of.name == units.name)
+    num_groups = next(groups.num_units for groups in find_units(block, "kv_groups") if groups.name == units.name)
     changes = [SizeChange("heads", num_heads, num_heads * num_kept // units.num_units, size)]
     if units.num_units == num_groups:  # with their query heads
         changes.append(SizeChange("kv_groups", num_groups, num_kept, size))
@@ -193,20 +193,22 @@ def _head_changes(block: nn.Module, units: Units, num_kept: int) -> list[SizeCha
 
 def step_of(model: nn.Module, kind: UnitKind) -> int:
     """Return of what the number of units of ``kind`` that stay must be a multiple in this layout. Local."""
-    managed, found = Fsdp2Params(), find_all_units(model, kind)
-    cuts = [(f"{block}.{cut.parameter}", cut, units) for block, of in found for units in of for cut in units.cuts]
+    managed, blocks = Fsdp2Params(), find_all_units(model, kind)
+    cuts = [
+        (f"{name}.{cut.parameter}", cut, units) for name, places in blocks for units in places for cut in units.cuts
+    ]
     return math.lcm(*(step for cut in cuts for step, _ in _steps(model, managed, *cut)))
 
 
 def _steps(model: nn.Module, managed: Fsdp2Params, name: str, cut: Cut, units: Units) -> Iterator[tuple[int, str]]:
     """Yield of what the number of ``units`` that stay must be a multiple because of tensor ``name``, and why."""
     module, attribute = holder_of(model, name)
-    tensor, found = getattr(module, attribute), managed.find(module, attribute)
-    parts, unit_parts = even_parts(tensor, found, cut.dim)
+    tensor, parameter = getattr(module, attribute), managed.find(module, attribute)
+    parts, unit_parts = even_parts(tensor, parameter, cut.dim)
     if tensor.shape[cut.dim] % parts == 0 and units.num_units % unit_parts == 0:  # else they are uneven as it is
         step = math.lcm(parts // math.gcd(parts, cut.index.shape[1]), unit_parts)
         yield step, f"{name!r} is cut into {parts} equal parts along them; possible: multiples of {step}"
-    in_row = _GROUPED_BYTES // (tensor.dtype if found is None else found.compute_dtype).itemsize
+    in_row = _GROUPED_BYTES // (tensor.dtype if parameter is None else parameter.compute_dtype).itemsize
     if cut.expert is not None and units.num_units % in_row == 0 and _is_grouped(model):
         why = f"grouped_mm multiplies rows of multiples of {_GROUPED_BYTES} bytes; possible: multiples of {in_row}"
         yield in_row, f"{why}, or any with model.set_experts_implementation('eager')"

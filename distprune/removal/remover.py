@@ -52,8 +52,8 @@ class UnitRemover(Solver):
         gradients = self.asked[rows.name].gradients
         if gradients is None or not rows.weight.numel():
             return rows.weight
-        own = torch.cat([gradients[start:stop] for start, stop in rows.runs]).to(rows.weight.device)
-        return rows.weight.float() * own.sqrt()[:, None]
+        of_rows = torch.cat([gradients[start:stop] for start, stop in rows.runs]).to(rows.weight.device)
+        return rows.weight.float() * of_rows.sqrt()[:, None]
 
     @override
     def prepare(self, moments: Moments) -> dict[str, torch.Tensor]:
@@ -68,16 +68,16 @@ class UnitRemover(Solver):
         num_units_gone = asked.units.num_units - asked.num_kept
         stays[evidence.features[where_true(leaving, num_units_gone)].flatten()] = False
         num_gone = num_units_gone * evidence.features.shape[1]
-        own, other = where_true(stays, len(stays) - num_gone), where_true(~stays, num_gone)
+        kept, gone = where_true(stays, len(stays) - num_gone), where_true(~stays, num_gone)
         a = evidence.products
-        between, of_other = a[other[:, None], own], a[other[:, None], other]
+        between, of_gone = a[gone[:, None], kept], a[gone[:, None], gone]
         coefficients = torch.zeros_like(between)  # (gone, kept)
-        if self.refit in ("block", "least_squares") and len(other):
-            lower = damped_cholesky(a[own[:, None], own], name)
+        if self.refit in ("block", "least_squares") and len(gone):
+            lower = damped_cholesky(a[kept[:, None], kept], name)
             coefficients = torch.cholesky_solve(between.t(), lower).t()
-        lost = of_other - coefficients @ between.t()
-        lost += lost.t() - of_other + coefficients @ a[own[:, None], own] @ coefficients.t()
-        means = evidence.means[other] - coefficients @ evidence.means[own]
+        lost = of_gone - coefficients @ between.t()
+        lost += lost.t() - of_gone + coefficients @ a[kept[:, None], kept] @ coefficients.t()
+        means = evidence.means[gone] - coefficients @ evidence.means[kept]
         fitted = {"coefficients": coefficients, "lost": lost, "means": means}
         return {"stays": stays, **{key: values.float() for key, values in fitted.items()}}
 
@@ -86,17 +86,17 @@ class UnitRemover(Solver):
         """Nothing competes here: :meth:`prepare` has chosen the units."""
         fitted, solved = moments.prepared, dict[str, Solved]()
         num_gone, num_kept = fitted["coefficients"].shape
-        own, other = where_true(fitted["stays"], num_kept), where_true(~fitted["stays"], num_gone)
+        kept, gone = where_true(fitted["stays"], num_kept), where_true(~fitted["stays"], num_gone)
         for name, of_layer in rows.items():
             error = torch.zeros((), dtype=torch.float64, device=of_layer.weight.device)
             offsets = [fitted["means"][:0]]
             for (weight,) in row_parts(of_layer.weight):
-                gone, before = weight[:, other].float(), weight[:, own]
-                change = (gone @ fitted["coefficients"]).masked_fill_(before == 0, 0)  # what was pruned stays so
-                weight[:, own] = (before + change).to(weight.dtype)
-                weight[:, other] = 0
-                error += (gone @ fitted["lost"]).mul_(gone).sum(dtype=torch.float64)
-                offsets.append(gone @ fitted["means"])
+                taken, before = weight[:, gone].float(), weight[:, kept]
+                change = (taken @ fitted["coefficients"]).masked_fill_(before == 0, 0)  # what was pruned stays so
+                weight[:, kept] = (before + change).to(weight.dtype)
+                weight[:, gone] = 0
+                error += (taken @ fitted["lost"]).mul_(taken).sum(dtype=torch.float64)
+                offsets.append(taken @ fitted["means"])
             if self.shifts_bias(self.asked[of_layer.name]):
                 self.offsets[of_layer.name] = of_layer, torch.cat(offsets)
             solved[name] = Solved(fitted["stays"].expand_as(of_layer.weight), DAMPING, error.clamp_(min=0))

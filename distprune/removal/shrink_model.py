@@ -22,7 +22,7 @@ from distprune.formatting import count, one_line
 from distprune.hints import with_hints
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.find_shards import count_parameters
-from distprune.models.units import find_units
+from distprune.models.units import UnitKind, find_units
 from distprune.oneshot.recipe import TargetsOf
 from distprune.oneshot.report import BlockReport, OneShotReport
 from distprune.removal.choose_units import choose_units, resolved_refit
@@ -32,7 +32,7 @@ from distprune.removal.layers import LayerCriterion, Progress, order_layers
 from distprune.removal.rebuild import Kept, remove_layers, remove_units
 from distprune.removal.remover import Refit
 from distprune.removal.sizes import Sizes
-from distprune.removal.trials import Division, Recall, divide_budget, make_anew, say_nothing
+from distprune.removal.trials import Division, Recall, divide_budget
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class ShrinkHooks:
     ``stage``, a context, of which part (key, name, unit) it is. ``blocks`` makes the records of the layers that stay.
     """
 
-    recall: Recall = make_anew
-    say: Callable[[str], None] = say_nothing
+    recall: Recall = lambda _, make: make()
+    say: Callable[[str], object] = lambda _: None
     stage: Callable[[str, str, str], AbstractContextManager[Progress]] = lambda *_: nullcontext()
     blocks: Callable[[nn.Module, Sequence[int]], BlockRecords] | None = None
 
@@ -176,7 +176,9 @@ def shrink_model(
             return _entries(model, chosen)
 
         experts_left = job.recall("experts", rank_experts)
-        remove_units(model, _kept(experts_left), group=comm)
+        with together(comm):
+            chosen_experts = _kept(experts_left)
+        remove_units(model, chosen_experts, group=comm)
     division = Division(sizes)
     if budget is not None:
         # A fit of whole blocks would change all weights.
@@ -211,7 +213,7 @@ def shrink_model(
         removal = choose_units(
             model,
             token_ids,
-            sizes.in_walk,
+            {kind: size for kind, size in sizes.of_units.items() if kind != "experts"},
             layers=left,
             refit=refit,
             finished=None if blocks is None else blocks.finished,
@@ -225,7 +227,7 @@ def shrink_model(
         cut_model(model, {key: index for key, index in kept.items() if key[1] != "experts"}, left, group=comm)
     return Shrunk(
         kept,
-        removal.layers,
+        tuple(left),
         count_parameters(model),
         num_parameters_before,
         removal.report,
@@ -251,13 +253,11 @@ def _entries(model: nn.Module, kept: Kept) -> dict[str, list[Entry]]:
 
 def _kept(entries: Mapping[str, Iterable[Entry]]) -> Kept:
     """Return what stays, of what :func:`_entries` returned."""
-    return {
-        (block, entry["kind"], entry["place"]): torch.tensor(
-            [*_from_text(entry["units"])], dtype=torch.int64, device="cpu"
-        )
-        for block, some in entries.items()
-        for entry in some
-    }
+    kept: dict[tuple[str, UnitKind, str], torch.Tensor] = {}
+    for block, entry in ((block, entry) for block, of_block in entries.items() for entry in of_block):
+        units = torch.tensor([*_from_text(entry["units"])], dtype=torch.int64, device="cpu")
+        kept[block, entry["kind"], entry["place"]] = units
+    return kept
 
 
 def _as_text(numbers: Sequence[int]) -> str:

@@ -51,11 +51,6 @@ class Sizes:
         """What is said of units, by kind."""
         return {kind: size for kind in UNIT_KINDS if (size := getattr(self, kind)) is not None}
 
-    @property
-    def in_walk(self) -> dict[UnitKind, int | float]:
-        """What is chosen block after block, by kind."""
-        return {kind: size for kind, size in self.of_units.items() if kind != "experts"}
-
     def check_asked(self) -> None:
         """Raise a ValueError unless something is to be removed that can be in one go. Local."""
         if all(size is None for size in vars(self).values()):
@@ -156,17 +151,17 @@ class Budget:
             raise ValueError(f"parameters: the model has {num_all:,}, not more than {limit:,}: there is none to remove")
         num_layers, inside = sizes.num_layers(model), _block_numels(model, sizes)
         out: set[str] = {"experts", *said, *(_EXCLUSIVE if _EXCLUSIVE & said.keys() else ())}
-        found: dict[UnitKind, list[Units]] = {}
+        places: dict[UnitKind, list[Units]] = {}
         for kind in UNIT_KINDS:
             with suppress(NotImplementedError):
-                found[kind] = [units for _, of_block in find_all_units(model, kind) for units in of_block]
-        heads, groups = ([units.num_units for units in found.get(kind, ())] for kind in ("heads", "kv_groups"))
+                places[kind] = [units for _, of_block in find_all_units(model, kind) for units in of_block]
+        heads, groups = ([units.num_units for units in places.get(kind, ())] for kind in ("heads", "kv_groups"))
         if heads == groups:  # of one head each: they are the heads
             out.add("kv_groups")
         options: dict[str, dict[int | float, Sequence[int]]] = {
             kind: of_kind
-            for kind, places in found.items()
-            if kind not in out and (of_kind := _options(model, kind, places, sizes, inside))
+            for kind, of_all in places.items()
+            if kind not in out and (of_kind := _options(model, kind, of_all, sizes, inside))
         }
         # Whichever leave: the first one is tried.
         if sizes.layers is None and num_layers > 1 and _is_possible(check_layers, model, range(1, num_layers)):

@@ -144,7 +144,7 @@ def _tries(text: Any, changes: Sequence[SizeChange]) -> Iterator[dict[str, Any]]
             if change.is_said_by(name, value) and change.after not in options.get(name, []):
                 options.setdefault(name, []).append(change.after)
     unchanged = object()
-    for values in itertools.product(*([*of, unchanged] for of in options.values())):
+    for values in itertools.product(*([*sizes, unchanged] for sizes in options.values())):
         yield {name: value for name, value in zip(options, values, strict=True) if value is not unchanged} | fixed
 
 
@@ -153,15 +153,15 @@ def _possible(config: Any, changes: Sequence[SizeChange]) -> str:
     if not all(type(change.before) is int and change.before <= _MAX_TRIED for change in changes):
         return ""
     last = changes[-1]
-    found = []
+    possible = []
     for size in range(1, last.before):
         tried = [dataclasses.replace(change, after=change.after * size // last.after) for change in changes]
         try:
             _made_of(config, next(_tries(_text(config), tried)))
-            found.append(size)
+            possible.append(size)
         except Exception:
             continue
-    return f"; possible {last.what}: {', '.join(map(str, found[-_MAX_NAMED:])) or 'none'}"
+    return f"; possible {last.what}: {', '.join(map(str, possible[-_MAX_NAMED:])) or 'none'}"
 
 
 def tensors_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -184,15 +184,15 @@ def _difference(wanted: Mapping[str, Shape], built: Mapping[str, Shape]) -> str:
 
 
 def _attributes(before: nn.Module, after: nn.Module, rename: Rename) -> dict[tuple[str, str], tuple[Any, Any]]:
-    found: dict[tuple[str, str], tuple[Any, Any]] = {}
+    changed: dict[tuple[str, str], tuple[Any, Any]] = {}
     for path, module in before.named_modules():
         if (new_path := rename(path)) is None:
             continue
         now = vars(after.get_submodule(new_path))
         for name, value in vars(module).items():
             if name in now and _is_plain(value) and _is_plain(now[name]) and value != now[name]:
-                found[path, name] = value, now[name]
-    return found
+                changed[path, name] = value, now[name]
+    return changed
 
 
 def _is_plain(value: Any) -> bool:

@@ -26,7 +26,6 @@ from distprune.collectives.agree import together
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Group, communicator
 from distprune.evaluation import perplexity
-from distprune.formatting import one_line
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.units import UnitKind
 from distprune.removal.choose_units import Removal
@@ -70,21 +69,8 @@ class Division:
     trials: tuple[Trial, ...] = ()
     layers_gone: tuple[int, ...] = ()
 
-    @override
-    def __repr__(self) -> str:
-        return one_line(self, f"{self.sizes}; {len(self.trials)} trials, {len(self.layers_gone)} layers gone")
 
-
-Recall = Callable[[str, Callable[[], Any]], Any]
-
-
-def make_anew(name: str, make: Callable[[], Any]) -> Any:  # noqa: ARG001
-    """Return what ``make`` returns. A job's own recalls what it returned under this name before the job was killed."""
-    return make()
-
-
-def say_nothing(text: str) -> None:
-    """Keep ``text`` for oneself."""
+Recall = Callable[[str, Callable[[], Any]], Any]  # what was made under a name, or what the function makes
 
 
 def divide_budget(
@@ -95,8 +81,8 @@ def divide_budget(
     choose: Callable[..., Removal],
     order: Callable[..., list[int]],
     *,
-    recall: Recall = make_anew,
-    say: Callable[[str], None] = say_nothing,
+    recall: Recall,
+    say: Callable[[str], object],
     group: Group = None,
 ) -> Division:
     """Return the sizes, with those of ``sizes``, at which ``model`` meets ``budget`` and is expected to lose least.

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ __all__ = ["SCRIPTS", "Script", "kept_units", "sliced"]
 Place = tuple[UnitKind, str]
 Indices = dict[tuple[str, UnitKind, str], torch.Tensor]
 State = dict[str, torch.Tensor]
+Layers = Iterator[tuple[str, Literal["in", "out"], torch.Tensor]]  # which of their inputs or outputs stay
 
 _GROUPED = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4}
 
@@ -35,8 +36,9 @@ class Script:
     blocks: str
     units: dict[Place, tuple[int, int, int]]
     config: dict[str, Any]
-    slice: Callable[[State, str, dict[Place, torch.Tensor]], None]
+    layers: Callable[[dict[Place, torch.Tensor]], Layers]
     only: dict[Place, int] = field(default_factory=dict)  # the block that has it, where not all do
+    transposed: bool = False  # layers keep weights as (in, out)
 
     def make(self) -> nn.Module:
         return tiny_model(self.architecture, **self.sizes)
@@ -65,7 +67,17 @@ def sliced(script: Script, kept: Indices, model: nn.Module, **changes: Any) -> n
     """
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     for block in dict.fromkeys(block for block, _, _ in kept):
-        script.slice(state, f"{block}.", {(kind, place): of for (b, kind, place), of in kept.items() if b == block})
+        of_block = {(kind, place): index for (b, kind, place), index in kept.items() if b == block}
+        for layer, side, index in script.layers(of_block):
+            name = f"{block}.{layer}"
+            if f"{name}.weight" not in state:
+                continue  # it is in other blocks
+            dim = int((side == "in") != script.transposed)
+            state[f"{name}.weight"] = state[f"{name}.weight"].index_select(dim, index)
+            if side == "out" and f"{name}.bias" in state:
+                state[f"{name}.bias"] = state[f"{name}.bias"][index]
+        if ("experts", "mlp.experts") in of_block:
+            slice_experts(state, f"{block}.mlp", of_block)
     config: Any = model.config
     changed = AutoConfig.for_model(**{**config.to_dict(), **script.config, **changes})
     small: nn.Module = AutoModelForCausalLM.from_config(changed, dtype=torch.float32).eval()
@@ -73,104 +85,55 @@ def sliced(script: Script, kept: Indices, model: nn.Module, **changes: Any) -> n
     return small
 
 
-def rows(state: State, name: str, index: torch.Tensor) -> None:
-    state[name] = state[name][index]
-
-
-def columns(state: State, name: str, index: torch.Tensor) -> None:
-    state[name] = state[name][:, index]
-
-
 def wide(index: torch.Tensor, width: int) -> torch.Tensor:
     """Return the elements of units of ``width`` elements."""
     return torch.cat([torch.arange(i * width, (i + 1) * width) for i in index.tolist()])
 
 
-def slice_gated(state: State, block: str, place: str, index: torch.Tensor) -> None:
-    rows(state, f"{block}{place}.gate_proj.weight", index)
-    rows(state, f"{block}{place}.up_proj.weight", index)
-    columns(state, f"{block}{place}.down_proj.weight", index)
+def heads_of(kept: dict[Place, torch.Tensor], head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of queries, and of keys and values, that stay.
+
+    There are 8 query heads, two for each of 4 key and value heads; their groups go, or one query head of each.
+    """
+    groups = kept.get(("kv_groups", "self_attn"), torch.arange(4))
+    heads = kept.get(("heads", "self_attn"), wide(groups, 2))
+    return wide(heads, head_dim), wide(groups, head_dim)
 
 
-def slice_attention(
-    state: State, block: str, kept: dict[Place, torch.Tensor], head_dim: int, has_bias: bool = False
-) -> None:
-    """8 query heads, two for each of 4 key and value heads; their groups go, or one query head of each."""
-    if ("kv_groups", "self_attn") in kept:
-        groups = kept["kv_groups", "self_attn"]
-        queries = wide(groups, 2 * head_dim)
-        for name in ("k_proj", "v_proj"):
-            for kind in ("weight", "bias") if has_bias else ("weight",):
-                rows(state, f"{block}self_attn.{name}.{kind}", wide(groups, head_dim))
-    else:
-        queries = wide(kept["heads", "self_attn"], head_dim)
-    for kind in ("weight", "bias") if has_bias else ("weight",):
-        rows(state, f"{block}self_attn.q_proj.{kind}", queries)
-    columns(state, f"{block}self_attn.o_proj.weight", queries)
+def llama_like(head_dim: int, *mlps: str) -> Callable[[dict[Place, torch.Tensor]], Layers]:
+    def layers(kept: dict[Place, torch.Tensor]) -> Layers:
+        queries, keys = heads_of(kept, head_dim)
+        yield from (("self_attn.q_proj", "out", queries), ("self_attn.o_proj", "in", queries))
+        yield from (("self_attn.k_proj", "out", keys), ("self_attn.v_proj", "out", keys))
+        for place in mlps:
+            if ("mlp", place) in kept:
+                channels = kept["mlp", place]
+                yield from ((f"{place}.{maker}_proj", "out", channels) for maker in ("gate", "up"))
+                yield f"{place}.down_proj", "in", channels
+
+    return layers
 
 
-def slice_llama(head_dim: int, has_bias: bool = False) -> Callable[..., None]:
-    def slice_block(state: State, block: str, kept: dict[Place, torch.Tensor]) -> None:
-        slice_attention(state, block, kept, head_dim, has_bias)
-        slice_gated(state, block, "mlp", kept["mlp", "mlp"])
-
-    return slice_block
-
-
-def slice_phi3(state: State, block: str, kept: dict[Place, torch.Tensor]) -> None:
-    channels, head_dim, num_heads, num_kv = kept["mlp", "mlp"], 4, 8, 4
-    rows(state, f"{block}mlp.gate_up_proj.weight", torch.cat([channels, 40 + channels]))
-    columns(state, f"{block}mlp.down_proj.weight", channels)
-    if ("heads", "self_attn") in kept:
-        queries, groups = wide(kept["heads", "self_attn"], head_dim), torch.arange(num_kv)
-    else:
-        groups = kept["kv_groups", "self_attn"]
-        queries = wide(groups, 2 * head_dim)
-    keys = num_heads * head_dim + wide(groups, head_dim)
-    fused = torch.cat([queries, keys, keys + num_kv * head_dim])
-    rows(state, f"{block}self_attn.qkv_proj.weight", fused)
-    columns(state, f"{block}self_attn.o_proj.weight", queries)
+def phi3(kept: dict[Place, torch.Tensor]) -> Layers:
+    channels, (queries, keys) = kept["mlp", "mlp"], heads_of(kept, 4)
+    yield from (("mlp.gate_up_proj", "out", torch.cat([channels, 40 + channels])), ("mlp.down_proj", "in", channels))
+    yield "self_attn.qkv_proj", "out", torch.cat([queries, 32 + keys, 48 + keys])
+    yield "self_attn.o_proj", "in", queries
 
 
-def slice_opt(state: State, block: str, kept: dict[Place, torch.Tensor]) -> None:
-    rows(state, f"{block}fc1.weight", kept["mlp", ""])
-    rows(state, f"{block}fc1.bias", kept["mlp", ""])
-    columns(state, f"{block}fc2.weight", kept["mlp", ""])
+def two_layers(place: str, maker: str, reader: str) -> Callable[[dict[Place, torch.Tensor]], Layers]:
+    return lambda kept: iter([(maker, "out", kept["mlp", place]), (reader, "in", kept["mlp", place])])
 
 
-def slice_gpt2(state: State, block: str, kept: dict[Place, torch.Tensor]) -> None:
-    columns(state, f"{block}mlp.c_fc.weight", kept["mlp", "mlp"])  # kept as (in, out)
-    rows(state, f"{block}mlp.c_fc.bias", kept["mlp", "mlp"])
-    rows(state, f"{block}mlp.c_proj.weight", kept["mlp", "mlp"])
-
-
-def slice_neox(state: State, block: str, kept: dict[Place, torch.Tensor]) -> None:
-    rows(state, f"{block}mlp.dense_h_to_4h.weight", kept["mlp", "mlp"])
-    if f"{block}mlp.dense_h_to_4h.bias" in state:
-        rows(state, f"{block}mlp.dense_h_to_4h.bias", kept["mlp", "mlp"])
-    columns(state, f"{block}mlp.dense_4h_to_h.weight", kept["mlp", "mlp"])
-
-
-def slice_experts(num_channels: int) -> Callable[..., None]:
-    def slice_block(state: State, block: str, kept: dict[Place, torch.Tensor]) -> None:
-        slice_attention(state, block, kept, 4, f"{block}self_attn.q_proj.bias" in state)
-        if ("mlp", "mlp") in kept:
-            slice_gated(state, block, "mlp", kept["mlp", "mlp"])
-        if ("mlp", "mlp.shared_expert") in kept:
-            slice_gated(state, block, "mlp.shared_expert", kept["mlp", "mlp.shared_expert"])
-        if ("experts", "mlp.experts") not in kept:
-            return
-        up, down = state[f"{block}mlp.experts.gate_up_proj"], state[f"{block}mlp.experts.down_proj"]
-        ups, downs = [], []
-        for expert in kept["experts", "mlp.experts"].tolist():
-            channels = kept["mlp", f"mlp.experts.{expert}"]
-            ups.append(up[expert][torch.cat([channels, num_channels + channels])])
-            downs.append(down[expert][:, channels])
-        state[f"{block}mlp.experts.gate_up_proj"] = torch.stack(ups)
-        state[f"{block}mlp.experts.down_proj"] = torch.stack(downs)
-        rows(state, f"{block}mlp.gate.weight", kept["experts", "mlp.experts"])
-
-    return slice_block
+def slice_experts(state: State, place: str, kept: dict[Place, torch.Tensor]) -> None:
+    up, down = state[f"{place}.experts.gate_up_proj"], state[f"{place}.experts.down_proj"]
+    ups, downs = [], []
+    for expert in kept["experts", "mlp.experts"].tolist():
+        channels = kept["mlp", f"mlp.experts.{expert}"]
+        ups.append(up[expert][torch.cat([channels, down.shape[2] + channels])])
+        downs.append(down[expert][:, channels])
+    state[f"{place}.experts.gate_up_proj"], state[f"{place}.experts.down_proj"] = torch.stack(ups), torch.stack(downs)
+    state[f"{place}.gate.weight"] = state[f"{place}.gate.weight"][kept["experts", "mlp.experts"]]
 
 
 _HEADS: dict[Place, tuple[int, int, int]] = {("mlp", "mlp"): (40, 1, 28), ("heads", "self_attn"): (8, 4, 1)}
@@ -198,27 +161,34 @@ _FEWER_QWEN_MOE = {
     "head_dim": 4,
 }
 _MIXED: dict[Place, int] = {place: 0 for place in _QWEN_MOE if "mlp." in place[1]} | {("mlp", "mlp"): 1}
+_CHANNELS: dict[Place, tuple[int, int, int]] = {("mlp", "mlp"): (40, 1, 28)}
+_WIDE: dict[Place, tuple[int, int, int]] = {("mlp", "mlp"): (96, 1, 60)}
+_OPT: dict[Place, tuple[int, int, int]] = {("mlp", ""): (40, 1, 28)}
+_GPT2 = two_layers("mlp", "mlp.c_fc", "mlp.c_proj")
+_NEOX = two_layers("mlp", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 _PHI3 = {**_GROUPED, "intermediate_size": 40, "num_hidden_layers": 2}
 _FALCON = {"num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 32, "ffn_hidden_size": 40}
 
 SCRIPTS: dict[str, Script] = {
-    "llama": Script("llama", _GROUPED, "model.layers", _KV_GROUPS, _FEWER_GROUPS, slice_llama(4)),
-    "llama-heads": Script("llama", _GROUPED, "model.layers", _HEADS, _FEWER_HEADS, slice_llama(4)),
-    "qwen2": Script("qwen2", _GROUPED, "model.layers", _KV_GROUPS, _FEWER_GROUPS, slice_llama(4, has_bias=True)),
-    "qwen3": Script("qwen3", _GROUPED, "model.layers", _HEADS, {**_FEWER_HEADS, "head_dim": 8}, slice_llama(8)),
-    "gemma": Script("gemma", _GROUPED, "model.layers", _KV_GROUPS, {**_FEWER_GROUPS, "head_dim": 16}, slice_llama(16)),
-    "phi3": Script("phi3", _PHI3, "model.layers", _HEADS, _FEWER_HEADS, slice_phi3),
-    "phi3-groups": Script("phi3", _PHI3, "model.layers", _KV_GROUPS, _FEWER_GROUPS, slice_phi3),
-    "opt": Script("opt", {}, "model.decoder.layers", {("mlp", ""): (40, 1, 28)}, {"ffn_dim": 28}, slice_opt),
-    "gpt2": Script("gpt2", {}, "transformer.h", {("mlp", "mlp"): (96, 1, 60)}, {"n_inner": 60}, slice_gpt2),
-    "gpt_neox": Script(
-        "gpt_neox", {}, "gpt_neox.layers", {("mlp", "mlp"): (40, 1, 28)}, {"intermediate_size": 28}, slice_neox
+    "llama": Script("llama", _GROUPED, "model.layers", _KV_GROUPS, _FEWER_GROUPS, llama_like(4, "mlp")),
+    "llama-heads": Script("llama", _GROUPED, "model.layers", _HEADS, _FEWER_HEADS, llama_like(4, "mlp")),
+    "qwen2": Script("qwen2", _GROUPED, "model.layers", _KV_GROUPS, _FEWER_GROUPS, llama_like(4, "mlp")),
+    "qwen3": Script("qwen3", _GROUPED, "model.layers", _HEADS, {**_FEWER_HEADS, "head_dim": 8}, llama_like(8, "mlp")),
+    "gemma": Script(
+        "gemma", _GROUPED, "model.layers", _KV_GROUPS, {**_FEWER_GROUPS, "head_dim": 16}, llama_like(16, "mlp")
     ),
-    "falcon": Script(
-        "falcon", _FALCON, "transformer.h", {("mlp", "mlp"): (40, 1, 28)}, {"ffn_hidden_size": 28}, slice_neox
-    ),
+    "phi3": Script("phi3", _PHI3, "model.layers", _HEADS, _FEWER_HEADS, phi3),
+    "phi3-groups": Script("phi3", _PHI3, "model.layers", _KV_GROUPS, _FEWER_GROUPS, phi3),
+    "opt": Script("opt", {}, "model.decoder.layers", _OPT, {"ffn_dim": 28}, two_layers("", "fc1", "fc2")),
+    "gpt2": Script("gpt2", {}, "transformer.h", _WIDE, {"n_inner": 60}, _GPT2, transposed=True),
+    "gpt_neox": Script("gpt_neox", {}, "gpt_neox.layers", _CHANNELS, {"intermediate_size": 28}, _NEOX),
+    "falcon": Script("falcon", _FALCON, "transformer.h", _CHANNELS, {"ffn_hidden_size": 28}, _NEOX),
     "mixtral": Script(
-        "mixtral", _GROUPED, "model.layers", _MIXTRAL, {**_FEWER_GROUPS, "num_local_experts": 3}, slice_experts(40)
+        "mixtral", _GROUPED, "model.layers", _MIXTRAL, {**_FEWER_GROUPS, "num_local_experts": 3}, llama_like(4)
     ),
-    "qwen2_moe": Script("qwen2_moe", _GROUPED, "model.layers", _QWEN_MOE, _FEWER_QWEN_MOE, slice_experts(16), _MIXED),
+    "qwen2_moe": Script(
+        *("qwen2_moe", _GROUPED, "model.layers", _QWEN_MOE, _FEWER_QWEN_MOE),
+        llama_like(4, "mlp", "mlp.shared_expert"),
+        _MIXED,
+    ),
 }
