@@ -57,10 +57,9 @@ def resolved_refit(
 
 @dataclass(frozen=True)
 class Removal:
-    """What is left: ``kept`` units by block, kind and place, and ``layers``; the same on every rank."""
+    """What is left: ``kept`` units by block, kind and place; the same on every rank."""
 
     kept: Kept
-    layers: tuple[int, ...]
     report: OneShotReport
 
 
@@ -123,8 +122,8 @@ def choose_units(
         criterion = criterion_of(criterion)
         refit, share = resolved_refit(refit, targets, target_share)
         check_samples(model, samples)
-        blocks = blocks_to_walk(model)
-        readers = find_readers(model, blocks, keep, layers, heals=share > 0)
+        blocks_to_walk(model)
+        readers = find_readers(model, keep, layers, heals=share > 0)
         asked = readers.asked
         if refit == "bias" and (without := [name for name, one in asked.items() if one.linear.bias is None]):
             raise ValueError(f"refit='bias' needs biases, and {without[0]!r} has none; use 'least_squares' or 'none'")
@@ -204,7 +203,7 @@ def choose_units(
         seed=None,
         other_blocks=(),
     )
-    return Removal(kept, tuple(index for index in range(len(blocks)) if index not in readers.skipped), report)
+    return Removal(kept, report)
 
 
 def _shift_biases(comm: Communicator, remover: UnitRemover) -> None:

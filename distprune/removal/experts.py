@@ -72,10 +72,10 @@ def choose_experts(
         ]
         digest = token_digest(samples)
     agree(comm, {"keep": repr(keep), "criterion": criterion, "samples": digest, "batch_tokens": batch_tokens})
-    scores = torch.cat([*visit_blocks(comm, model, samples, visits, offload=offload, batch_tokens=batch_tokens)])
+    scores = list(visit_blocks(comm, model, samples, visits, offload=offload, batch_tokens=batch_tokens))
     kept: dict[Any, torch.Tensor] = {}
     with together(comm):
-        by_place = torch.split(scores, [units.num_units for _, units, _ in places])
+        by_place = torch.split(torch.cat(scores), [units.num_units for _, units, _ in places])
         for (name, units, num_kept), of_place in zip(places, by_place, strict=True):
             if not are_finite(of_place):
                 raise ValueError(f"experts of block {name!r} put out NaN or Inf")

@@ -12,6 +12,7 @@ from torch import nn
 
 from distprune.collectives.agree import sum_together
 from distprune.collectives.base import Communicator
+from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.linear_layers import LinearLayer, expert_place, linear_layers
 from distprune.models.units import Cut, UnitKind, Units, find_all_units, find_units
 from distprune.oneshot.block_layers import BlockLayers
@@ -56,12 +57,7 @@ class Readers:
 
 
 def find_readers(
-    model: nn.Module,
-    blocks: Sequence[tuple[str, nn.Module]],
-    keep: Mapping[UnitKind, int | float],
-    layers: Sequence[int] | None,
-    *,
-    heals: bool,
+    model: nn.Module, keep: Mapping[UnitKind, int | float], layers: Sequence[int] | None, *, heals: bool
 ) -> Readers:
     """Return what ``keep`` and ``layers`` ask of each reader, by the blocks that stay. Local.
 
@@ -72,6 +68,7 @@ def find_readers(
     """
     if "experts" in keep:
         raise ValueError("experts are chosen by choose_experts, before the units of those that stay")
+    blocks = decoder_blocks(model)
     if layers is not None:
         check_ascending(layers, len(blocks))
     following = dict(pairwise([*(range(len(blocks)) if layers is None else layers), len(blocks)]))

@@ -8,8 +8,7 @@ leaves a model that has to be loaded again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -209,14 +208,10 @@ def _steps(model: nn.Module, managed: Fsdp2Params, name: str, cut: Cut, units: U
         step = math.lcm(parts // math.gcd(parts, cut.index.shape[1]), unit_parts)
         yield step, f"{name!r} is cut into {parts} equal parts along them; possible: multiples of {step}"
     in_row = _GROUPED_BYTES // (tensor.dtype if parameter is None else parameter.compute_dtype).itemsize
-    if cut.expert is not None and units.num_units % in_row == 0 and _is_grouped(model):
+    implementations: Collection[str] = getattr(model, "get_experts_implementation", dict)().values()
+    if cut.expert is not None and units.num_units % in_row == 0 and "grouped_mm" in implementations:
         why = f"grouped_mm multiplies rows of multiples of {_GROUPED_BYTES} bytes; possible: multiples of {in_row}"
         yield in_row, f"{why}, or any with model.set_experts_implementation('eager')"
-
-
-def _is_grouped(model: Any) -> bool:
-    ask = getattr(model, "get_experts_implementation", None)
-    return ask is not None and "grouped_mm" in ask().values()
 
 
 def cut_shapes(model: nn.Module, selections: Selections) -> dict[str, tuple[int, ...]]:

@@ -208,7 +208,7 @@ def _put_back(
 
     def shards() -> list[LocalShard]:
         reset_forward(model)
-        asked = find_readers(model, decoder_blocks(model), keep, layers, heals=True).asked.values()
+        asked = find_readers(model, keep, layers, heals=True).asked.values()
         changed = {id(tensor): tensor for one in asked for tensor in (one.linear.parameter, one.linear.bias)}
         return [local_shard("", tensor.detach()) for tensor in changed.values() if tensor is not None]
 

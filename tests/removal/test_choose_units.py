@@ -89,7 +89,7 @@ def chosen(model: nn.Module, case: Case) -> Chosen:
     _, keep, how = case
     with warnings.catch_warnings(action="ignore"):
         removal = choose_units(model, TOKENS, keep, **LEAST_SQUARES | how)
-    assert removal.layers == tuple(how.get("layers", range(len(removal.layers))))
+    assert [block.index for block in removal.report.blocks] == how.get("layers", [*range(len(removal.report.blocks))])
     weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
     return {key: units.tolist() for key, units in removal.kept.items()}, weights
 
