@@ -28,7 +28,8 @@ from benchmarks.measure import heading, on_ranks, shard, show, spread, table, un
 from benchmarks.texts import ABOUT, EVALUATION_TOKENS, KINDS, LENGTH, by_kind, over_dense, write_texts
 from distprune.calibration.data import calibration_windows
 from distprune.calibration.own_words import own_words
-from distprune.evaluation import perplexity, tokenize_file
+from distprune.calibration.text import tokenize_file
+from distprune.evaluation import perplexity
 from distprune.jobs.own_words import OWN_WORDS, mixed
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.removal.choose_units import choose_units

@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from distprune.calibration.data import check_fit, device_of, tokens_together
 from distprune.calibration.sample_group import find_sample_group
-from distprune.calibration.text import first_tokens
 from distprune.calibration.token_ids import TokenIds, as_line, as_windows
 from distprune.collectives.agree import together
 from distprune.collectives.communicator import Group, communicator
@@ -34,23 +31,6 @@ class Continuation:
 
     inputs: torch.Tensor
     targets: torch.Tensor
-
-
-def tokenize_file(tokenizer: Any, path: str | Path, *, max_tokens: int, sequence_length: int) -> torch.Tensor:
-    """Return the first ``max_tokens`` token ids (1-D int64) of a file: text or JSON lines, as ``calibration_windows``.
-
-    Local.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: it is not what it should be, or holds less than one window of ``sequence_length`` tokens.
-    """
-    ids = first_tokens(tokenizer, Path(path), max_tokens, "text file")
-    if len(ids) < sequence_length:
-        raise ValueError(
-            f"{path} holds {len(ids)} tokens; an evaluation needs at least one window of {sequence_length}"
-        )
-    return torch.tensor(ids, dtype=torch.int64, device="cpu")
 
 
 def perplexity(
@@ -87,10 +67,10 @@ def perplexity(
             line, sequence_length = windows.reshape(-1), windows.shape[1]
         else:
             line = as_line(samples)
-    (found,) = perplexities(
+    (value,) = perplexities(
         model, [line], sequence_length=sequence_length, group=comm, progress=progress, batch_tokens=batch_tokens
     )
-    return found
+    return value
 
 
 def perplexities(
@@ -117,11 +97,11 @@ def perplexities(
             check_fit(windows, model)
             asked += [Continuation(window[:-1], window[1:]) for window in windows]
     scored = log_likelihoods(model, asked, group=comm, progress=progress, batch_tokens=batch_tokens)
-    found = []
+    values = []
     for of_text in torch.split(scored[:, 0], num_windows):
         mean = -math.fsum(of_text.tolist()) / (len(of_text) * (sequence_length - 1))
-        found.append(math.inf if mean > 700 else math.exp(mean))  # NaN stays NaN
-    return found
+        values.append(math.inf if mean > 700 else math.exp(mean))  # NaN stays NaN
+    return values
 
 
 @torch.no_grad()

@@ -7,16 +7,17 @@ from typing import TypeVar
 
 _WIDTH = 100  # characters
 _NUM_WORST = 5
-_Of = TypeVar("_Of")
+_Item = TypeVar("_Item")
 
 
-def one_line(of: object, said: str) -> str:
+def one_line(shown: object, said: str) -> str:
     """Return ``<Class: said>``, cut to 100 characters: what a ``repr`` returns.
 
     >>> one_line("text", "4 characters")
     '<str: 4 characters>'
     """
-    return f"<{type(of).__name__}: {cut(said, _WIDTH - len(type(of).__name__) - 4)}>"
+    name = type(shown).__name__
+    return f"<{name}: {cut(said, _WIDTH - len(name) - 4)}>"
 
 
 def printable(text: str) -> str:
@@ -80,19 +81,19 @@ def took(seconds: float, num_rounds: int, num_bytes: int) -> str:
 
 def worst(
     what: str,
-    of: Iterable[_Of],
-    name: Callable[[_Of], str],
-    value: Callable[[_Of], float | None],
+    items: Iterable[_Item],
+    name: Callable[[_Item], str],
+    value: Callable[[_Item], float | None],
     shown: Callable[[float], str],
 ) -> list[str]:
-    """Return lines that list the five ``of`` with the highest ``value``, if there are any; ``None`` is left out.
+    """Return lines that list the five ``items`` with the highest ``value``, if there are any; ``None`` is left out.
 
     >>> worst("longest", ["ab", "a"], str, len, str)
     ['  longest:', '    2  ab', '    1  a']
     """
-    listed = [(of_one, name(each)) for each in of if (of_one := value(each)) is not None]
+    listed = [(number, name(item)) for item in items if (number := value(item)) is not None]
     highest = sorted(listed, key=lambda pair: -pair[0])[:_NUM_WORST]
-    lines = [f"    {shown(of_one)}  {cut(text, _WIDTH - 20)}" for of_one, text in highest]
+    lines = [f"    {shown(number)}  {cut(text, _WIDTH - 20)}" for number, text in highest]
     return [f"  {what}:", *lines] if lines else []
 
 

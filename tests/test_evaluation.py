@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from typing_extensions import override
 
 from distprune.checkpoint.hf_load import load_model
-from distprune.evaluation import Continuation, log_likelihoods, perplexities, perplexity, tokenize_file
+from distprune.evaluation import Continuation, log_likelihoods, perplexities, perplexity
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
-from tests.hf_models import TEXT, make_model, make_tokenizer
+from tests.hf_models import make_model
 from tests.oneshot.test_tensor_parallel import parallelized
 from tests.worlds import ProcessPool, drawing, run_threads
 
@@ -35,29 +35,6 @@ def test_does_not_depend_on_the_ranks(tmp_path: Path, pool: ProcessPool, world_s
     results = pool.run(world_size, on_rank, folder, tokens)
     assert results == [pytest.approx(wanted, rel=1e-5)] * world_size
     assert len(set(results)) == 1
-
-
-def test_tokenize_file(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    make_tokenizer(make_model(tmp_path / "model"))
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    text = tmp_path / "text"
-    text.write_text(TEXT)
-    tokens = tokenize_file(tokenizer, text, max_tokens=100, sequence_length=10)
-    assert tokens.tolist() == tokenizer(TEXT)["input_ids"][:100]
-    with pytest.raises(ValueError, match="holds 100 tokens; an evaluation needs at least one window of 101"):
-        tokenize_file(tokenizer, text, max_tokens=100, sequence_length=101)
-    with pytest.raises(FileNotFoundError, match="no text file"):
-        tokenize_file(tokenizer, tmp_path / "nothing", max_tokens=100, sequence_length=10)
-    lines = tmp_path / "text.jsonl"
-    lines.write_text('{"text": "the union"}\n"at work"\nnot read')
-    assert tokenize_file(tokenizer, lines, max_tokens=12, sequence_length=10).tolist() == (
-        tokenizer("the union")["input_ids"] + tokenizer("at work")["input_ids"][:3]
-    )
-    text.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="not UTF-8"):
-        tokenize_file(tokenizer, text, max_tokens=100, sequence_length=10)
 
 
 VOCABULARY = 11
@@ -134,21 +111,21 @@ def test_overflow_and_nan_are_said_as_they_are() -> None:
     assert math.isnan(perplexity(model, make_tokens(60), sequence_length=6))
 
 
-@pytest.mark.parametrize(("num_tokens", "length"), [(5, 6), (0, 6), (60, 1), (60, 0)])
-def test_no_window(num_tokens: int, length: int) -> None:
-    with pytest.raises(ValueError, match=r"make no window of sequence_length=.*two tokens or more"):
-        perplexity(make_bigram(), make_tokens(num_tokens), sequence_length=length)
-
-
-def test_a_token_that_the_model_does_not_have() -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "length", "message"),
+    [
+        *(
+            (num, length, r"make no window of sequence_length=.*two tokens")
+            for num, length in ((5, 6), (0, 6), (60, 1))
+        ),
+        (60, 7, "sequences of 7 tokens are longer than the model's 6 positions"),
+    ],
+)
+def test_windows_that_are_none(num_tokens: int, length: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        perplexity(Bigram(positions=6), make_tokens(num_tokens), sequence_length=length)
     with pytest.raises(ValueError, match="outside the model's vocabulary of 11"):
-        perplexity(make_bigram(), torch.tensor([1, 2, VOCABULARY]), sequence_length=3)
-
-
-def test_window_longer_than_the_model_has_positions_for() -> None:
-    assert perplexity(Bigram(positions=6), make_tokens(60), sequence_length=6) > 1
-    with pytest.raises(ValueError, match="sequences of 7 tokens are longer than the model's 6 positions"):
-        perplexity(Bigram(positions=6), make_tokens(60), sequence_length=7)
+        perplexity(Bigram(positions=6), torch.tensor([1, 2, VOCABULARY]), sequence_length=3)
 
 
 def replicated(_: int, num_windows: int) -> tuple[float, int]:
@@ -215,16 +192,6 @@ def ragged_on_rank(_: int) -> torch.Tensor:
     model = tiny_model("llama", num_key_value_heads=2)
     torch.distributed.fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     return log_likelihoods(model, ragged(), batch_tokens=30)
-
-
-def test_reads_on_where_tokens_are_long(tmp_path: Path) -> None:
-    def words_of_a_hundred(text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-        assert not add_special_tokens
-        return {"input_ids": list(range(len(text) // 100))}
-
-    path = tmp_path / "text"
-    path.write_text("x" * 10_000)
-    assert tokenize_file(words_of_a_hundred, path, max_tokens=70, sequence_length=8).tolist() == list(range(70))
 
 
 def parallel_on_rank(rank: int, shape: tuple[int, ...], tokens: torch.Tensor) -> float:

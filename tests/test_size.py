@@ -11,12 +11,12 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "distprune"
 # By folder, "." the files beside them: the most lines of code that it may have, and the goal.
 LINES = {
-    ".": (416, 320),
-    "calibration": (1857, 1350),
+    ".": (406, 320),
+    "calibration": (1852, 1350),
     "checkpoint": (1496, 1180),
     "cli": (583, 410),
     "collectives": (675, 640),
-    "jobs": (2036, 1280),
+    "jobs": (2035, 1280),
     "kernels": (814, 800),
     "masks": (487, 470),
     "models": (887, 690),

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any, TextIO
@@ -157,21 +156,11 @@ def _draw_by_place(
     return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
 
-@dataclass(frozen=True)
-class _JsonLine:
-    """A JSON line, bytes [begin, end) of its file, and the text in it; ``None``: the line is blank."""
-
-    begin: int
-    end: int
-    text: bytes | None
-
-
 class _PlacedWindows:
     """Windows of ``length`` tokens of an open file, by where they begin: (byte of the file, byte of a JSON text)."""
 
     def __init__(self, tokenizer: Any, path: Path, file: TextIO, length: int) -> None:
         self._tokenizer, self._path, self._file, self._length = tokenizer, path, file, length
-        self._line = _JsonLine(0, 0, None)  # windows that follow each other are often of one document
         self.drawn: dict[tuple[int, int], list[int]] = {}
 
     def add(self, position: int) -> bool:
@@ -184,13 +173,12 @@ class _PlacedWindows:
             ValueError: the document is longer than 64 MiB, or what it should not be.
         """
         if self._path.suffix in _JSON_LINES:
-            self._line = line = self._line_at(position)
-            if line.text is None:
+            begin, next_byte, text = self._document_at(position)
+            if text is None:
                 return False
-            start = _word_begin(line.text, len(line.text) * (position - line.begin) // (line.end - line.begin))
-            place = (line.begin, start)
-            ids = _tokens(self._tokenizer, StringIO(line.text[start:].decode()), self._length) + _end(self._tokenizer)
-            next_byte = line.end
+            start = _word_begin(text, len(text) * (position - begin) // (next_byte - begin))
+            place = (begin, start)
+            ids = _tokens(self._tokenizer, StringIO(text[start:].decode()), self._length) + _end(self._tokenizer)
         else:
             place = (self._word_at(position), 0)
             ids, next_byte = [], place[0]
@@ -210,9 +198,8 @@ class _PlacedWindows:
             file.seek(low)
             return low + _word_begin(file.read(position - low + 1), position - low)
 
-    def _line_at(self, position: int) -> _JsonLine:
-        if self._line.begin <= position < self._line.end:
-            return self._line
+    def _document_at(self, position: int) -> tuple[int, int, bytes | None]:
+        """Return the bytes [begin, end) of the JSON line that holds byte ``position``, and its text, if it has one."""
         with self._path.open("rb") as file:
             begin = position
             while begin > max(position - _LONGEST_LINE, 0):
@@ -230,7 +217,7 @@ class _PlacedWindows:
                 "split the document"
             )
         text = next(_documents(self._path, [line.decode()], f" from byte {begin} on"), None)
-        return _JsonLine(begin, begin + len(line), None if text is None else text.encode(errors="replace"))
+        return begin, begin + len(line), None if text is None else text.encode(errors="replace")
 
 
 def _word_begin(text: bytes, place: int) -> int:
@@ -247,15 +234,22 @@ def _word_begin(text: bytes, place: int) -> int:
     return place
 
 
-def first_tokens(tokenizer: Any, path: Path, num_tokens: int, what: str) -> list[int]:
-    """Return the first ``num_tokens`` tokens of a file, which errors call ``what``, or all there are. Local.
+def tokenize_file(tokenizer: Any, path: str | Path, *, max_tokens: int, sequence_length: int) -> torch.Tensor:
+    """Return the first ``max_tokens`` token ids (1-D int64) of a file: text or JSON lines, as ``calibration_windows``.
+
+    Local.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: it is not UTF-8, or a line of JSON lines is not what it should be.
+        ValueError: it is not what it should be, or holds less than one window of ``sequence_length`` tokens.
     """
-    with open_text(path, what) as file:
-        return tokens_of(tokenizer, path, file, num_tokens)[:num_tokens]
+    with open_text(Path(path), "text file") as file:
+        ids = tokens_of(tokenizer, Path(path), file, max_tokens)[:max_tokens]
+    if len(ids) < sequence_length:
+        raise ValueError(
+            f"{path} holds {len(ids)} tokens; an evaluation needs at least one window of {sequence_length}"
+        )
+    return torch.tensor(ids, dtype=torch.int64, device="cpu")
 
 
 @contextmanager

@@ -60,7 +60,7 @@ def _rows(samples: Any) -> Iterator[torch.Tensor]:
         if "input_ids" not in samples:
             raise TypeError(f"samples are a mapping without 'input_ids': it has {', '.join(map(str, samples))}")
         rows, mask = _rows(samples["input_ids"]), samples.get("attention_mask")
-        yield from rows if mask is None else (row[of != 0] for row, of in zip(rows, _rows(mask), strict=True))
+        yield from rows if mask is None else (row[kept != 0] for row, kept in zip(rows, _rows(mask), strict=True))
     elif isinstance(samples, torch.Tensor | np.ndarray):
         tensor = torch.from_numpy(samples) if isinstance(samples, np.ndarray) else samples.cpu()
         if not _is_integer(tensor) or tensor.ndim not in (1, 2):
@@ -68,7 +68,7 @@ def _rows(samples: Any) -> Iterator[torch.Tensor]:
         yield from (tensor if tensor.ndim == 2 else tensor[None]).long()
     elif isinstance(samples, str | bytes):
         raise TypeError(f"samples are text: {samples[:40]!r}; distprune.calibration_windows(text, tokenizer) makes ids")
-    elif isinstance(samples, list | tuple) and all(isinstance(of, Integral) for of in samples):
+    elif isinstance(samples, list | tuple) and all(isinstance(token, Integral) for token in samples):
         yield torch.tensor(samples, dtype=torch.int64, device="cpu")
     elif isinstance(samples, Iterable):
         for part in samples:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distprune.calibration.data import token_digest
+from distprune.calibration.text import tokenize_file
 from distprune.checkpoint.disk import partial_of, write_whole
 from distprune.checkpoint.hf_directory import HfDirectory, file_digest, new_digest, open_together, read_json
 from distprune.checkpoint.hf_load import load_model, load_tokenizer, mesh_of
@@ -33,7 +34,7 @@ from distprune.checkpoint.outputs import check_shared, publish
 from distprune.collectives.agree import agree, together
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import communicator
-from distprune.evaluation import Progress, perplexities, tokenize_file
+from distprune.evaluation import Progress, perplexities
 from distprune.jobs.model_card import CARD_NAME, model_card
 from distprune.jobs.options import REPORT_NAME, Job
 from distprune.jobs.picture import PICTURE_NAME, can_draw, picture
