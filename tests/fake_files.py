@@ -16,9 +16,9 @@ from torch import nn
 
 from distprune.checkpoint.hf_directory import HfDirectory, open_together, sample_together
 from distprune.checkpoint.hf_load import slices_to_read
-from distprune.checkpoint.output_files import header_of, planned
 from distprune.checkpoint.regions import Region
-from distprune.checkpoint.stored_parameters import find_stored, mapped_tensors
+from distprune.checkpoint.stored_parameters import find_stored
+from distprune.checkpoint.weight_file import header_of, mapped_tensors, planned
 from distprune.jobs.streamed import FileWriter
 from distprune.pruning.agreement import NamedWeights
 from distprune.pruning.prune_model import Request

@@ -21,7 +21,8 @@ import distprune as prune
 from distprune.checkpoint.hf_directory import HfDirectory, open_directory
 from distprune.checkpoint.hf_load import load_model
 from distprune.checkpoint.hf_save import save_model
-from distprune.checkpoint.stored_parameters import StoredParameters, find_stored, mapped_tensors
+from distprune.checkpoint.stored_parameters import StoredParameters, find_stored
+from distprune.checkpoint.weight_file import mapped_tensors
 from distprune.collectives.agree import sum_together, together
 from distprune.collectives.communicator import communicator
 from distprune.jobs import PruneJob, run_prune_job

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "distprune"
 LINES = {
     ".": (406, 320),
     "calibration": (1852, 1350),
-    "checkpoint": (1496, 1180),
+    "checkpoint": (1492, 1180),
     "cli": (583, 410),
     "collectives": (675, 640),
     "jobs": (2035, 1280),

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 
 from distprune.checkpoint.optional_packages import import_extra
+from distprune.checkpoint.weight_file import WEIGHT_SUFFIX, TensorEntry, WeightFile, read_weight_file
 from distprune.collectives.agree import agree, sum_together, together
 from distprune.collectives.base import Communicator
 
@@ -27,47 +26,11 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
 
-WEIGHT_SUFFIX = ".safetensors"  # of what is read and written
-
 _WEIGHT_SUFFIXES = (WEIGHT_SUFFIX, ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _NOT_CARRIED = frozenset({INDEX_NAME, "pytorch_model.bin.index.json", "report.json", "report.png"})
 _MAX_SMALL_FILE = 256 << 20  # bytes; nothing a tokenizer or a config comes near
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of every weight file
 _READ_BYTES = 8 << 20  # of a file, at a time
-
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """One tensor of a weight file; ``start`` and ``stop`` are bytes from the beginning of the file."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class WeightFile:
-    """One weight file, its tensors in the order of their bytes."""
-
-    path: Path
-    tensors: tuple[TensorEntry, ...]
 
 
 @dataclass(frozen=True)
@@ -206,47 +169,6 @@ def _stamp(path: Path) -> list[int]:
         raise FileNotFoundError(f"the index of {path.parent} names the weight file {path.name!r}, which is not there")
     stat = path.stat()
     return [stat.st_size, stat.st_mtime_ns, stat.st_ino]
-
-
-def read_weight_file(path: Path) -> WeightFile:
-    """Return the tensors of one safetensors file. Local.
-
-    Raises:
-        ValueError: the file is truncated or not safetensors, or holds a dtype that is not supported.
-    """
-    with open_weights(path):  # checks the header, and its size against that of the file
-        pass
-    with path.open("rb") as file:
-        # https://github.com/huggingface/safetensors: 8 bytes little-endian length, then that much JSON.
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    entries = []
-    for name, value in header.items():
-        if value["dtype"] not in DTYPES:
-            raise ValueError(f"{path}: tensor {name!r} has the dtype {value['dtype']}, which is not supported")
-        start, stop = (8 + length + offset for offset in value["data_offsets"])
-        entries.append(TensorEntry(name, DTYPES[value["dtype"]], tuple(value["shape"]), start, stop))
-    return WeightFile(path, tuple(sorted(entries, key=lambda entry: (entry.start, entry.stop))))
-
-
-@contextmanager
-def open_weights(path: Path) -> Iterator[Any]:
-    """Yield the open safetensors file ``path``. Local.
-
-    Raises:
-        OSError: it cannot be opened.
-        ValueError: the safetensors library cannot read it.
-    """
-    safetensors = import_extra("safetensors", "hf")
-    try:
-        with safetensors.safe_open(path, framework="pt", device="cpu") as handle:
-            yield handle
-    except FileNotFoundError:
-        path.open("rb").close()  # the library calls any file that it cannot open missing
-        raise
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is corrupt or truncated: {error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

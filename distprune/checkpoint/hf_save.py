@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import math
 import re
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,15 +20,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.checkpoint.disk import check_room, partial_of, sync_file
-from distprune.checkpoint.hf_directory import HfDirectory, WeightFile, open_together, read_weight_file
+from distprune.checkpoint.disk import check_room, partial_of, sync_file, write_whole
+from distprune.checkpoint.hf_directory import (
+    CONFIG_NAME,
+    INDEX_NAME,
+    SINGLE_NAME,
+    HfDirectory,
+    open_together,
+    read_json,
+)
 from distprune.checkpoint.hf_load import build_like, build_on_meta
 from distprune.checkpoint.hub import resolve_model
 from distprune.checkpoint.naming import check_complete, check_tensors, model_regions
-from distprune.checkpoint.output_files import begin_file, planned, write_small_files
 from distprune.checkpoint.outputs import writing
 from distprune.checkpoint.regions import Region, Shape, extents, fitted, regions_by_name
 from distprune.checkpoint.stored_slices import Progress, fill_from_file, write_shards
+from distprune.checkpoint.weight_file import WeightFile, begin_file, planned, read_weight_file
 from distprune.collectives.agree import agree, together
 from distprune.collectives.communicator import Group, communicator
 from distprune.collectives.slow import work_together
@@ -225,6 +234,41 @@ class ModelWriter:
             if self.comm.rank == 0:
                 written = [self._planned(target / name, stored) for name, stored in files.items()]
                 write_small_files(self._source, written, target, self._config)
+
+
+def write_small_files(
+    source: HfDirectory, files: Sequence[WeightFile], target: Path, config: dict[str, Any] | None = None
+) -> None:
+    """Write into ``target`` all but its weight ``files``: what ``source`` has beside its weights, and an index.
+
+    The config says the dtype, and the index the sizes, that are written; a single file needs none. ``config``: of a
+    model of other sizes than the source's; ``None``: the source's own. Local; for one rank.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    # A directory that only its owner may enter has such a copy.
+    target.chmod(target.stat().st_mode & source.path.stat().st_mode | stat.S_IRWXU)
+    for path in source.small_files:
+        copy = target / path.relative_to(source.path)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(copy, path.read_bytes(), sync=False)
+    written = [(entry, file.path.name) for file in files for entry in file.tensors]
+    before = read_json(source.path / CONFIG_NAME)
+    now = {**(before if config is None else config)}
+    dtypes = {str(entry.dtype) for entry, _ in written if entry.dtype.is_floating_point}
+    if len(dtypes) == 1:
+        dtype = dtypes.pop().removeprefix("torch.")
+        now.update({key: dtype for key in ("dtype", "torch_dtype") if key in now})
+    if now != before:
+        write_whole(target / CONFIG_NAME, f"{json.dumps(now, indent=2)}\n".encode(), sync=False)
+    if [file.path.name for file in files] != [SINGLE_NAME]:
+        metadata = {**source.index_metadata, "total_size": sum(entry.stop - entry.start for entry, _ in written)}
+        if config is not None and "total_parameters" in metadata:
+            metadata["total_parameters"] = sum(math.prod(entry.shape) for entry, _ in written)
+        index = {"metadata": metadata, "weight_map": {entry.name: name for entry, name in written}}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        write_whole(target / INDEX_NAME, text.encode(), sync=False)
 
 
 def _parts_of(shape: Shape, regions: Sequence[Region], shards: Mapping[str, LocalShard]) -> list[LocalShard]:

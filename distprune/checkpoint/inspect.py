@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.checkpoint.hf_directory import HfDirectory, TensorEntry, open_directory
+from distprune.checkpoint.hf_directory import HfDirectory, open_directory
 from distprune.checkpoint.stored_parameters import find_stored
 from distprune.checkpoint.stored_slices import Progress, Slices, stored_slices
+from distprune.checkpoint.weight_file import TensorEntry
 from distprune.formatting import count, one_line, share, worst, zeros
 from distprune.models.matrices import matrix_of_weight
 from distprune.shards.layouts import local_shard

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 from distprune.checkpoint.disk import check_room, partial_of, sync_file
-from distprune.checkpoint.hf_directory import CONFIG_NAME, INDEX_NAME, WEIGHT_SUFFIX, read_index
+from distprune.checkpoint.hf_directory import CONFIG_NAME, INDEX_NAME, read_index
 from distprune.checkpoint.output_lock import locking, replaced_of
+from distprune.checkpoint.weight_file import WEIGHT_SUFFIX
 from distprune.collectives.agree import together
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Group, communicator

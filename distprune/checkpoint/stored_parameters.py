@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from distprune.checkpoint.hf_directory import CONFIG_NAME, HfDirectory, WeightFile, open_weights, read_json
+from distprune.checkpoint.hf_directory import CONFIG_NAME, HfDirectory, read_json
 from distprune.checkpoint.hf_load import build_on_meta, check_config
 from distprune.checkpoint.naming import Regions
 from distprune.checkpoint.optional_packages import import_extra
@@ -81,19 +81,6 @@ def find_stored(directory: HfDirectory, include: Sequence[str] = (), exclude: Se
             shards.append(replace(shard, name=name, local=local, geometry=Geometry.whole(shape), tensor=None))
     parts = {name: [part_of.get(region, (region, None)) for region in places] for name, places in regions.items()}
     return StoredParameters(replace(found, shards=shards), stored, parts, known is None)
-
-
-def mapped_tensors(files: Sequence[WeightFile]) -> dict[str, torch.Tensor]:
-    """Return all tensors of ``files`` by name, mapped: memory holds of them what the system keeps of the files. Local.
-
-    Raises:
-        ValueError: a file is no safetensors file.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    for file in files:
-        with open_weights(file.path) as handle:
-            tensors.update({entry.name: handle.get_tensor(entry.name) for entry in file.tensors})
-    return tensors
 
 
 def _known_model(directory: HfDirectory) -> tuple[nn.Module, Regions] | None:

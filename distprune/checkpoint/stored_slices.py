@@ -18,9 +18,8 @@ import numpy.typing as npt
 import torch
 
 from distprune.checkpoint.disk import sync_file
-from distprune.checkpoint.hf_directory import TensorEntry, WeightFile, open_weights
-from distprune.checkpoint.output_files import begin_file, planned
 from distprune.checkpoint.outputs import writing
+from distprune.checkpoint.weight_file import TensorEntry, WeightFile, begin_file, open_weights, planned
 from distprune.collectives.agree import together
 from distprune.collectives.base import Communicator
 from distprune.collectives.slow import work_together

@@ -15,20 +15,20 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from distprune.checkpoint.disk import check_room, partial_of, sync_file
-from distprune.checkpoint.hf_directory import (
-    CONFIG_NAME,
-    HfDirectory,
+from distprune.checkpoint.hf_directory import CONFIG_NAME, HfDirectory, read_json, sample_together
+from distprune.checkpoint.hf_save import write_small_files
+from distprune.checkpoint.naming import different_values
+from distprune.checkpoint.regions import Region
+from distprune.checkpoint.stored_parameters import StoredParameters, find_stored
+from distprune.checkpoint.stored_slices import chunks_of, write_chunk
+from distprune.checkpoint.weight_file import (
     TensorEntry,
     WeightFile,
-    read_json,
+    begin_file,
+    mapped_tensors,
+    planned,
     read_weight_file,
-    sample_together,
 )
-from distprune.checkpoint.naming import different_values
-from distprune.checkpoint.output_files import begin_file, planned, write_small_files
-from distprune.checkpoint.regions import Region
-from distprune.checkpoint.stored_parameters import StoredParameters, find_stored, mapped_tensors
-from distprune.checkpoint.stored_slices import chunks_of, write_chunk
 from distprune.collectives.agree import sum_together, together
 from distprune.collectives.slow import work_together
 from distprune.jobs.options import FILES, METHOD, ask, asked

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from distprune.checkpoint.hf_directory import read_weight_file
 from distprune.checkpoint.stored_slices import fill_from_file, write_together
+from distprune.checkpoint.weight_file import read_weight_file
 from distprune.collectives.agree import max_together, together
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Alone, Group, communicator

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from distprune.checkpoint import stored_slices
-from distprune.checkpoint.hf_directory import read_weight_file
+from distprune.checkpoint.weight_file import read_weight_file
 from distprune.shards.geometry import Geometry, Runs
 from distprune.shards.local_shard import LocalShard, Ownership
 
