@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.calibration.data import device_of
+from distprune.calibration.data import device_of, tokens_together
 from distprune.calibration.sample_group import find_sample_group
-from distprune.calibration.walk import Batch, Call, Walk, check_plain, hidden_of, in_steps, own_samples, with_hidden
+from distprune.calibration.walk import Batch, Call, Walk, check_plain, hidden_of, in_steps, spread, with_hidden
 from distprune.collectives.agree import sum_together, together
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Alone
@@ -62,10 +62,9 @@ def walking(
     with ExitStack() as stack:
         with guarding(comm) as ranks:
             stack.enter_context(evaluating(model))
-            batches, steps = own_samples(sample_group, model, samples, batch_tokens), list[Batch]()
-            if num_together is not None:
-                part = sample_group.number, sample_group.num_groups
-                steps = in_steps(samples, *part, num_together, device_of(model))
+            device = device_of(model)
+            batches = spread(samples, sample_group, tokens_together(model, batch_tokens), device)
+            steps = [] if num_together is None else in_steps(samples, sample_group, num_together, device)
             with sample_group.passing():
                 walk = catch_inputs(model, batches, steps=steps, offload=offload, comm=ranks)
             walk.sample_group = sample_group

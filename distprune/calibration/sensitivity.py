@@ -23,10 +23,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from distprune.calibration.data import device_of
+from distprune.calibration.data import device_of, tokens_together
 from distprune.calibration.listening import first_layers
 from distprune.calibration.sample_group import SampleGroup, find_sample_group, flat_local
-from distprune.calibration.walk import Batch, named, own_samples
+from distprune.calibration.walk import Batch, named, spread
 from distprune.collectives.agree import sum_together, together
 from distprune.collectives.base import Communicator
 from distprune.models.cross_entropy import cross_entropy
@@ -78,7 +78,7 @@ def measure_sensitivities(
     device = device_of(bare)
     with together(comm):
         listener = _BackwardListener(sample_group, linears, device)
-        mine = own_samples(sample_group, model, samples, batch_tokens)
+        mine = spread(samples, sample_group, tokens_together(model, batch_tokens), device)
         blocks = [block for _, block in decoder_blocks(model)]
     # Of a block, what it is given is kept, not what it computes: the backward pass runs it once more.
     forwards = replacing_forwards(blocks, lambda block: partial(checkpoint, block.forward, use_reentrant=False))

@@ -1,6 +1,6 @@
 """Which layers share an input, over all ranks, and which rank, its *owner*, factors X^T X of it.
 
-A token may reach a layer on some ranks alone. Owners are ranks in turn, and of an expert one that holds it.
+A token may reach a layer on some ranks alone. Owners are ranks in turn, and of an expert the one that alone has it.
 
 Noun: a *routed* layer is given some of all tokens, as the router chooses: one of the matrices of an expert. What a
 block's experts are given are so few tokens each, and the sums X^T X of all of them are so large, that the tokens travel
@@ -9,7 +9,6 @@ and not the sums: they are kept as they were given, and go to the owner of their
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ class SharedInput:
     names: tuple[str, ...]
     num_in: int
     num_tokens: int
-    owner: int = 0
+    owner: int
     is_alone: bool = False
 
 
@@ -74,32 +73,18 @@ def shared_inputs(
             raise NotImplementedError(f"{name!r} has the input of other layers on one rank than on another")
         names.setdefault(layers[first // num] if num else name, []).append(name)
     lone = {name: rank for name, num, rank in zip(experts, num_here, ranks, strict=True) if num == 1}
-    inputs = [
-        SharedInput(tuple(sharing), linears[sharing[0]].num_in, nums[number[first]], is_alone=sharing[0] in lone)
-        for first, sharing in names.items()
-    ]
-    at_once = [shared for shared in inputs if shared.names[0] not in routed]
-    by_tokens = [shared for shared in inputs if shared.names[0] in routed]
-    work = [shared.num_in**2 * (shared.num_tokens + shared.num_in) for shared in by_tokens]
-    owners = share_out([shared.num_in**3 for shared in at_once], comm.size)
-    owners += share_out(work, comm.size, [lone.get(shared.names[0]) for shared in by_tokens])
-    return [dataclasses.replace(shared, owner=owner) for shared, owner in zip(at_once + by_tokens, owners, strict=True)]
+    inputs = list[SharedInput]()
+    for first, sharing in sorted(names.items(), key=lambda item: item[1][0] in routed):
+        name, turn = sharing[0], len(inputs) % comm.size
+        known = linears[name].num_in, nums[number[first]], lone.get(name, turn), name in lone
+        inputs.append(SharedInput(tuple(sharing), *known))
+    return inputs
 
 
 def _is_here(linear: LinearLayer) -> bool:
     """Return whether this rank has the expert ``linear``, which is whole on a rank, or not there. Local."""
     runs = local_shard(linear.parameter_path, linear.parameter).geometry.dim_runs[0]
     return linear.expert is None or expert_place(runs, linear.expert) is not None
-
-
-def share_out(sizes: Sequence[int], num_ranks: int, fixed: Sequence[int | None] = ()) -> list[int]:
-    """Return a rank for each job, the largest first: the one that has the least to do, or one that is ``fixed``."""
-    loads, ranks = [0] * num_ranks, [0] * len(sizes)
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        rank = fixed[i] if fixed else None
-        ranks[i] = min(range(num_ranks), key=loads.__getitem__) if rank is None else rank
-        loads[ranks[i]] += sizes[i]
-    return ranks
 
 
 def send_tokens(

@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from distprune.calibration.data import device_of, tokens_together
+from distprune.calibration.data import device_of
 from distprune.calibration.sample_group import SampleGroup
 from distprune.collectives.agree import together
 from distprune.collectives.base import Communicator
@@ -179,32 +179,29 @@ class Walk:
 
 
 def spread(
-    token_ids: torch.Tensor, part: int, num_parts: int, batch_tokens: int = 1, device: torch.device | str = "cpu"
+    token_ids: torch.Tensor, group: SampleGroup, batch_tokens: int = 1, device: torch.device | str = "cpu"
 ) -> list[Batch]:
-    """Return one part of the samples ``token_ids`` (num_samples, length): ``part``, ``part + num_parts``, ... Local.
+    """Return what ``group`` runs of the samples ``token_ids`` (num_samples, length), in turn with the others. Local.
 
-    As many samples run together as make ``batch_tokens`` tokens, or one. Every part has as many batches, because a
-    sharded forward needs every rank, and shares its samples out evenly; padding comes last. Ranks that need each other
-    to run a sample must ask for the same part.
+    As many samples run together as make ``batch_tokens`` tokens, or one. Every group has as many batches, because a
+    sharded forward needs every rank, and shares its samples out evenly; padding comes last.
     """
     num_samples, length = token_ids.shape
     if num_samples == 0:
         raise ValueError("there is no calibration sample")
-    own = range(part, num_samples, num_parts)
-    most = math.ceil(num_samples / num_parts)  # of one part
+    own = range(group.number, num_samples, group.num_groups)
+    most = math.ceil(num_samples / group.num_groups)  # of one group
     num_batches = math.ceil(most / max(batch_tokens // length, 1))
     bounds = [math.ceil(len(own) * i / num_batches) for i in range(num_batches + 1)]
     return [_batch(token_ids, own, own[start:stop], device) for start, stop in itertools.pairwise(bounds)]
 
 
-def in_steps(
-    token_ids: torch.Tensor, part: int, num_parts: int, num_together: int, device: torch.device
-) -> list[Batch]:
-    """Return one part of the samples, as :func:`spread` does, where ``num_together`` of all make a step. Local."""
-    own, steps = range(part, len(token_ids), num_parts), []
+def in_steps(token_ids: torch.Tensor, group: SampleGroup, num_together: int, device: torch.device) -> list[Batch]:
+    """Return what ``group`` runs, as :func:`spread` does, where ``num_together`` of all samples make a step. Local."""
+    own, steps = range(group.number, len(token_ids), group.num_groups), []
     for start in range(0, len(token_ids), num_together):
         of_all = range(start, min(start + num_together, len(token_ids)))
-        windows = range(start + (part - start) % num_parts, of_all.stop, num_parts)
+        windows = range(start + (group.number - start) % group.num_groups, of_all.stop, group.num_groups)
         steps.append(dataclasses.replace(_batch(token_ids, own, windows, device), of_all=of_all))
     return steps
 
@@ -213,14 +210,6 @@ def _batch(token_ids: torch.Tensor, own: range, windows: range, device: torch.de
     """Return the batch of ``windows``; without any it is padded by the first of this rank's ``own``, or of all."""
     some = list(windows or own[:1] or range(1))
     return Batch(windows, {"input_ids": sent(token_ids[some], torch.device(device)), "use_cache": False})
-
-
-def own_samples(
-    sample_group: SampleGroup, model: nn.Module, token_ids: torch.Tensor, batch_tokens: int | None = None
-) -> list[Batch]:
-    """Return the samples that ``sample group`` runs, on the device of ``model``. Local."""
-    num_tokens = tokens_together(model, batch_tokens)
-    return spread(token_ids, sample_group.number, sample_group.num_groups, num_tokens, device_of(model))
 
 
 def named(windows: range) -> str:

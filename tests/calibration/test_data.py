@@ -20,6 +20,7 @@ from typing_extensions import override
 from distprune import calibration_windows
 from distprune.calibration import text
 from distprune.calibration.data import Batches, check_fit, tokens_together
+from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.token_ids import as_line, as_windows
 from distprune.calibration.walk import spread
 
@@ -297,7 +298,7 @@ def test_does_not_fit_the_model() -> None:
 @given(st.integers(1, 40), st.integers(1, 7), st.integers(1, 50))
 def test_every_part_has_as_many_batches(num_samples: int, num_parts: int, batch_tokens: int) -> None:
     token_ids = torch.arange(num_samples * 4).view(num_samples, 4)
-    parts = [spread(token_ids, part, num_parts, batch_tokens) for part in range(num_parts)]
+    parts = [spread(token_ids, SampleGroup(part, num_parts), batch_tokens) for part in range(num_parts)]
     assert len({len(batches) for batches in parts}) == 1
     together = [batch.windows for batches in parts for batch in batches]
     assert sorted(number for windows in together for number in windows) == list(range(num_samples))
@@ -321,7 +322,7 @@ def test_how_many_tokens_run_together() -> None:
 
 def test_nothing_to_spread() -> None:
     with pytest.raises(ValueError, match="no calibration sample"):
-        spread(torch.empty(0, 4, dtype=torch.int64), 0, 1)
+        spread(torch.empty(0, 4, dtype=torch.int64), SampleGroup())
 
 
 @pytest.mark.parametrize("is_large", [False, True])

@@ -45,7 +45,7 @@ def walk_of(
 
 def walk_of_model(model: nn.Module, comm: Communicator) -> Walk:
     """A walk of this rank's samples through ``model``."""
-    walk = catch_inputs(model, spread(TOKENS, comm.rank, comm.size))
+    walk = catch_inputs(model, spread(TOKENS, SampleGroup(comm.rank, comm.size)))
     return dataclasses.replace(walk, sample_group=SampleGroup(comm.rank, comm.size))
 
 

@@ -14,6 +14,7 @@ from torch.library import custom_op
 from distprune import Unstructured, prune_blocks
 from distprune.calibration.catch_inputs import catch_inputs
 from distprune.calibration.order import BlockOrder, learn_order
+from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.statistics import InputStatistics
 from distprune.calibration.targets import Targets
 from distprune.calibration.walk import spread
@@ -51,7 +52,7 @@ def model_of(architecture: str) -> Any:
 
 
 def order_of(model: Any) -> BlockOrder:
-    walk = catch_inputs(model, spread(TOKENS, 0, 1))
+    walk = catch_inputs(model, spread(TOKENS, SampleGroup()))
     return learn_order(Alone(), walk, 0, linear_layers(walk.blocks[0][1]))
 
 
@@ -122,7 +123,7 @@ def order_on_rank(rank: int, architecture: str) -> BlockOrder:
         _, layer = decoder_blocks(model)[0]
         layer.get_submodule("mlp").register_forward_hook(run_gate)
         vars(layer)["forward"] = partial(fused, layer=layer, closing="added")
-    walk = catch_inputs(model, spread(TOKENS[rank : rank + 1], 0, 1))
+    walk = catch_inputs(model, spread(TOKENS[rank : rank + 1], SampleGroup()))
     return learn_order(communicator(), walk, 0, linear_layers(walk.blocks[0][1]))
 
 
@@ -152,7 +153,7 @@ def test_a_stage_runs_no_further_than_it_has_to() -> None:
 def nan_in_one_stream(rank: int, stream: str) -> None:
     model, comm = tiny_model("llama"), communicator()
     linears = linear_layers(decoder_blocks(model)[0][1])
-    walk = catch_inputs(model, spread(TOKENS[:1], 0, 1))
+    walk = catch_inputs(model, spread(TOKENS[:1], SampleGroup()))
     targets = Targets(walk, learn_order(Alone(), walk, 0, linears), linears)
     walk.dense += [hidden.clone() for hidden in walk.hidden]
     targets.run(Alone(), 0, linears)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import override
 
 from distprune.calibration.catch_inputs import catch_inputs
+from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.walk import Batch, Walk, spread
 from distprune.collectives.communicator import Alone, communicator
 from distprune.models.decoder_blocks import decoder_blocks
@@ -53,7 +54,7 @@ def kinds(walk: Walk) -> list[int]:
 @pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
 @pytest.mark.sampled(12)
 def test_every_architecture(architecture: str, offload: bool) -> None:
-    model, batches = tiny_model(architecture), spread(TOKENS, 0, 1)
+    model, batches = tiny_model(architecture), spread(TOKENS, SampleGroup())
     walk = catch_inputs(model, batches, offload=offload)
     assert kinds(walk) == [0] * len(walk.blocks)
     check_walk(walk, [block_outputs(model, batch.inputs["input_ids"]) for batch in batches])
@@ -61,7 +62,7 @@ def test_every_architecture(architecture: str, offload: bool) -> None:
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_hidden_states_stay_where_they_are_and_are_nobody_elses(offload: bool) -> None:
-    model, batches = tiny_model("llama"), spread(TOKENS, 0, 1)
+    model, batches = tiny_model("llama"), spread(TOKENS, SampleGroup())
     given: list[torch.Tensor] = []
     handle = decoder_blocks(model)[0][1].register_forward_pre_hook(lambda _, args: given.append(args[0]))
     walk = catch_inputs(model, batches, offload=offload)
@@ -97,7 +98,7 @@ def test_a_block_may_put_out_another_width_and_dtype() -> None:
                 hidden = layer(hidden)
             return hidden
 
-    model, batches = Model(), spread(TOKENS, 0, 1)
+    model, batches = Model(), spread(TOKENS, SampleGroup())
     walk = catch_inputs(model, batches)
     check_walk(walk, [block_outputs(model, batch.inputs["input_ids"]) for batch in batches])
     assert [(hidden.shape[-1], hidden.dtype) for hidden in walk.hidden] == [(8, torch.float64)] * len(batches)
@@ -124,7 +125,7 @@ def alternating_model() -> nn.Module:
 
 
 def test_blocks_of_two_kinds() -> None:
-    model, batches = alternating_model(), spread(TOKENS, 0, 1)
+    model, batches = alternating_model(), spread(TOKENS, SampleGroup())
     walk = catch_inputs(model, batches)
     assert kinds(walk) == [0, 1, 0, 1]
     check_walk(walk, [block_outputs(model, batch.inputs["input_ids"]) for batch in batches])
@@ -139,7 +140,7 @@ def test_one_block_is_run_once_to_learn_how_all_are_called() -> None:
             num_runs[index] += 1
 
         block.register_forward_pre_hook(count)
-    catch_inputs(model, spread(TOKENS, 0, 1))
+    catch_inputs(model, spread(TOKENS, SampleGroup()))
     assert num_runs == [1, 0, 0]  # by the first sample; the other blocks are stood in for
     assert [block for _, block in decoder_blocks(model)] == [block for _, block in blocks]
 
@@ -149,7 +150,7 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match="no calibration sample"):
         catch_inputs(model, [])
     with pytest.raises(ValueError, match="no decoder blocks in Linear"):
-        catch_inputs(nn.Linear(2, 2), spread(TOKENS, 0, 1))
+        catch_inputs(nn.Linear(2, 2), spread(TOKENS, SampleGroup()))
 
 
 class Backwards(nn.Module):

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from distprune import Unstructured
 from distprune.calibration.catch_inputs import catch_inputs
+from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.walk import spread
 from distprune.collectives.communicator import communicator
 from distprune.collectives.guarded import Guarded
@@ -28,59 +29,8 @@ from tests.wrapped import whole
 TOKENS = samples(5)
 
 
-def sharded(architecture: str, reshard_after_forward: bool) -> nn.Module:
-    model = tiny_model(architecture)
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    for _, block in decoder_blocks(model):
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
-    return model
-
-
-def walk_sharded(_: int, architecture: str, reshard_after_forward: bool) -> None:
-    comm = communicator()
-    plain, model = tiny_model(architecture), sharded(architecture, reshard_after_forward)
-    batches = spread(TOKENS, comm.rank, comm.size)
-    walk = catch_inputs(model, batches)
-    check_sharded(model)
-    wanted = [block_outputs(plain, batch.inputs["input_ids"]) for batch in batches]
-    for index, (__, block) in enumerate(walk.blocks):
-        with walk.block(index) as run:
-            for i in range(walk.num_batches):
-                assert torch.equal(run(i), wanted[i][index])
-        check_sharded(block)
-        walk.advance(index, comm)
-        check_sharded(block)
-    # A second walk sees what was written into the shards in between.
-    with torch.no_grad():
-        for parameters in (model.parameters(), plain.parameters()):
-            for parameter in parameters:
-                parameter.mul_(0.5)
-    again = catch_inputs(model, batches)
-    wanted = [block_outputs(plain, batch.inputs["input_ids"]) for batch in batches]
-    for index in range(len(again.blocks)):
-        again.advance(index, comm)
-        assert all(torch.equal(h, of_sample[index]) for h, of_sample in zip(again.hidden, wanted, strict=True))
-    # And the model runs as a whole.
-    with torch.no_grad():
-        one, other = (m(input_ids=TOKENS, use_cache=False).logits for m in (model, plain))
-    assert torch.equal(one, other)
-
-
-def check_sharded(module: nn.Module) -> None:
-    assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
-
-
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "bloom", "mixtral"])
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.sampled(3)
-def test_sharded_by_fsdp2(pool: ProcessPool, world_size: int, architecture: str, reshard_after_forward: bool) -> None:
-    pool.run(world_size, walk_sharded, architecture, reshard_after_forward)
-
-
 def shard_as(how: str, model: Any) -> None:
-    """The ways in which people apply ``fully_shard`` to a Llama."""
+    """The ways in which people apply ``fully_shard``; most of them are a Llama's."""
     shard: Any = replicate if how == "replicated" else fully_shard
     num_ranks = torch.distributed.get_world_size()
     options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (num_ranks,))}
@@ -93,11 +43,11 @@ def shard_as(how: str, model: Any) -> None:
     if how == "embeddings apart":
         shard(model.model.embed_tokens, **options)
         shard([model.model.norm, model.lm_head], **options)
-    for block in model.model.layers:
+    for _, block in decoder_blocks(model):
         if how in ("parts of blocks", "parts and blocks"):
-            shard(block.mlp, **options)
+            shard(block.get_submodule("mlp"), **options)
         if how not in ("root alone", "parts of blocks"):
-            shard(block, **options)
+            shard(block, **options, **({"reshard_after_forward": False} if how == "kept gathered" else {}))
     if how == "inner model too":
         shard(model.model, **options)
     shard(model, **options)
@@ -107,6 +57,7 @@ def shard_as(how: str, model: Any) -> None:
 
 HOW = [
     "usual",
+    "kept gathered",
     "root alone",
     "inner model too",
     "embeddings apart",
@@ -118,36 +69,53 @@ HOW = [
     "hooked",
     "replicated",
 ]
+CASES = [
+    *((4 if how == "hsdp" else 2, how, "llama") for how in HOW),
+    *((3, how, architecture) for how in HOW[:2] for architecture in ("gpt2", "bloom", "mixtral")),
+]
 
 
-def walk_sharded_as(rank: int, how: str) -> None:
-    model: Any = tiny_model("llama")
-    plain: Any = tiny_model("llama")
+def walk_sharded(rank: int, how: str, architecture: str) -> None:
+    model: Any = tiny_model(architecture)
+    plain: Any = tiny_model(architecture)
     shard_as(how, model)
-    comm, batches = communicator(), spread(TOKENS, rank, torch.distributed.get_world_size())
-    walk = catch_inputs(model, batches, comm=Guarded(comm))
-    assert comm.traffic.num_rounds == len(batches) + 1
-    check_sharded(model)
-    wanted = [block_outputs(model, batch.inputs["input_ids"]) for batch in batches]
-    reset_forward(model)
-    for index, (_, block) in enumerate(walk.blocks):
-        with walk.block(index) as run:
-            assert all(torch.equal(run(i), wanted[i][index]) for i in range(walk.num_batches))
-        check_sharded(block)
-        walk.advance(index, comm)
+    comm, is_exact = communicator(), how != "bfloat16"
+    batches = spread(TOKENS, SampleGroup(rank, comm.size))
+    for _ in range(2):  # a second walk sees what was written into the shards in between
+        before = comm.traffic.copy()
+        walk = catch_inputs(model, batches, comm=Guarded(comm))
+        assert (comm.traffic - before).num_rounds == len(batches) + 1
         check_sharded(model)
+        reference = plain if is_exact else model
+        wanted = [block_outputs(reference, batch.inputs["input_ids"]) for batch in batches]
+        reset_forward(model)
+        for index, (__, block) in enumerate(walk.blocks):
+            with walk.block(index) as run:
+                assert all(torch.equal(run(i), wanted[i][index]) for i in range(walk.num_batches))
+            check_sharded(block)
+            walk.advance(index, comm)
+            check_sharded(model)
+        with torch.no_grad():
+            for parameter in (*model.parameters(), *plain.parameters()):
+                parameter.mul_(0.5)
     # The model can be trained afterwards, all ranks with the same samples.
-    for of in (model, plain):
-        of(input_ids=TOKENS, labels=TOKENS).loss.backward()
-    exact = how != "bfloat16"
+    losses = [each(input_ids=TOKENS, labels=TOKENS).loss for each in (model, plain)]
+    assert not is_exact or torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    rtol, atol = (1e-4, 1e-6) if is_exact else (1.0, 1e-2)
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-4 if exact else 1, atol=1e-6 if exact else 1e-2)
+        torch.testing.assert_close(whole(one.grad), other.grad, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.sampled(2)
-def test_every_way_to_apply_fsdp2(pool: ProcessPool, how: str) -> None:
-    pool.run(4 if how == "hsdp" else 2, walk_sharded_as, how)
+def check_sharded(module: nn.Module) -> None:
+    assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(("world_size", "how", "architecture"), CASES)
+@pytest.mark.sampled(5)
+def test_every_way_to_apply_fsdp2(pool: ProcessPool, world_size: int, how: str, architecture: str) -> None:
+    pool.run(world_size, walk_sharded, how, architecture)
 
 
 def prune_sharded_as(_: int, how: str) -> dict[str, torch.Tensor]:
@@ -169,9 +137,9 @@ def test_what_is_pruned_stays_pruned(pool: ProcessPool, how: str) -> None:
 
 def catch_sharded(rank: int, architecture: str) -> None:
     """What is around the blocks is gathered: embeddings of positions and norms of embeddings, too."""
-    plain, model = tiny_model(architecture), sharded(architecture, reshard_after_forward=True)
-    batches = spread(TOKENS, rank, 2)
-    one, other = catch_inputs(plain, batches), catch_inputs(model, batches)
+    plain, model = tiny_model(architecture), tiny_model(architecture)
+    shard_as("usual", model)
+    one, other = (catch_inputs(each, spread(TOKENS, SampleGroup(rank, 2))) for each in (plain, model))
     assert all(torch.equal(a, b) for a, b in zip(one.hidden, other.hidden, strict=True))
 
 

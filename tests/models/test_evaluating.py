@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from distprune import Unstructured
 from distprune.calibration.catch_inputs import catch_inputs
+from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.walk import spread
 from distprune.evaluation import perplexity
 from distprune.models.evaluating import evaluating
@@ -78,4 +79,4 @@ def test_a_model_that_changes_itself_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"a forward of Worn changes its own weights, 'table' among them"):
         perplexity(Worn(), TOKENS.flatten(), sequence_length=16)
     with torch.no_grad(), pytest.raises(RuntimeError, match="'table' among them"):
-        catch_inputs(Worn(), spread(TOKENS[:1], 0, 1))
+        catch_inputs(Worn(), spread(TOKENS[:1], SampleGroup()))
