@@ -20,25 +20,6 @@ from tests import oneshot_oracle as oracle
 from tests.architectures import samples
 from tests.wrapped import whole
 
-__all__ = [
-    "BLOCKS",
-    "CASES",
-    "FEW",
-    "HALF",
-    "PLAIN",
-    "TARGETS",
-    "TOKENS",
-    "Case",
-    "Pruned",
-    "check_counts",
-    "check_ranks",
-    "matrices",
-    "options",
-    "pruned",
-    "sharded",
-    "share_alike",
-]
-
 # The method as it is by default, or "sequential targets" in front of it; "permuted" before all.
 Case: TypeAlias = tuple[str, Pattern]
 Pruned: TypeAlias = tuple[dict[str, torch.Tensor], OneShotReport]  # all weights, whole

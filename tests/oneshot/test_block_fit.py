@@ -122,10 +122,6 @@ def failing(fault: str, output: torch.Tensor) -> None:
         output.register_hook(lambda gradient: gradient * torch.nan)  # type: ignore[no-untyped-call]
 
 
-def alone(dtype: torch.dtype) -> tuple[Any, ...]:
-    return pruned(0, "plain", dtype)
-
-
 @pytest.mark.parametrize(
     ("world_size", "layouts", "dtype"),
     [(2, ["plain", "offload", None], torch.bfloat16), (2, [None], torch.float32), (4, [(2, 2)], torch.float32)],
@@ -133,7 +129,7 @@ def alone(dtype: torch.dtype) -> tuple[Any, ...]:
 )
 @pytest.mark.sampled(2)
 def test_any_number_of_ranks(pool: ProcessPool, world_size: int, layouts: list[Any], dtype: torch.dtype) -> None:
-    weights, fits = alone(dtype)
+    weights, fits = pruned(0, "plain", dtype)
     for layout in layouts:
         for found in pool.run(world_size, pruned, layout, dtype):
             check_alike(found, (weights, fits))
@@ -200,16 +196,9 @@ def test_rounds_do_not_grow_with_windows() -> None:
 def test_samples_may_be_in_any_dim_of_hidden_states(family: str) -> None:
     """And parts are not batches: 9 windows in two batches, fitted in three steps an epoch."""
     fits = []
+    how: dict[str, Any] = {"method": "magnitude", "targets": "dense", "refit": "block"}
     for batch_tokens in (1, 5 * 16):
-        report = prune_blocks(
-            family_model(family),
-            tokens(9, 16),
-            0.5,
-            method="magnitude",
-            targets="dense",
-            refit="block",
-            batch_tokens=batch_tokens,
-        )
+        report = prune_blocks(family_model(family), tokens(9, 16), 0.5, **how, batch_tokens=batch_tokens)
         fits.append([(of.fit.before, of.fit.after) for of in report.blocks if of.fit is not None])
     assert fits[0]
     for one, other in zip(*fits, strict=True):

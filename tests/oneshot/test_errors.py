@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from typing_extensions import override
 
 from distprune import Block, NByM, Unstructured
@@ -91,29 +89,25 @@ def test_a_solver_fails_on_one_rank(monkeypatch: pytest.MonkeyPatch, where: str,
     check_all_raise(2, sweep_fails, where, pattern)
 
 
-def on_block_fails(rank: int, on: Sequence[int]) -> None:
-    def on_block(_: int, __: BlockReport) -> None:
-        if rank == 1:
+def calls_back(rank: int, on: Sequence[int], fails: bool) -> tuple[int, int]:
+    seen: list[int] = []
+
+    def on_block(index: int, _: BlockReport) -> None:
+        seen.append(index)
+        if fails and rank == 1:
             raise Boom("boom")
 
-    on_this = on_block if rank in on else None
-    prune_blocks(tiny_model("llama"), TOKENS, method="wanda", pattern=HALF, on_block=on_this)
+    how: dict[str, Any] = {"method": "wanda", "on_block": on_block if rank in on else None}
+    return prune_blocks(tiny_model("llama"), TOKENS, 0.5, **how).num_rounds, len(seen)
 
 
 @pytest.mark.parametrize("on", [[0, 1], [1]], ids=str)
 def test_a_callback_fails(on: list[int]) -> None:
-    check_all_raise(2, on_block_fails, on)
-
-
-def on_block_on_one(rank: int) -> tuple[int, int]:
-    seen: list[int] = []
-    on_block = (lambda index, _: seen.append(index)) if rank == 0 else None
-    report = prune_blocks(tiny_model("llama"), TOKENS, method="wanda", pattern=HALF, on_block=on_block)
-    return len(seen), report.num_rounds
+    check_all_raise(2, calls_back, on, True)
 
 
 def test_a_callback_on_one_rank_alone() -> None:
-    (first, num_rounds), (other, same) = run_threads(2, on_block_on_one)
+    (num_rounds, first), (same, other) = run_threads(2, calls_back, [0], False)
     assert (first, other) == (3, 0)
     assert num_rounds == same
 
@@ -135,7 +129,7 @@ def forward_fails(rank: int, layer: str, num_calls: int, shard: bool) -> None:
     module = model.get_submodule(layer)
     if rank == 1:
         module.forward = boom_at(num_calls, module.forward)
-    prune_blocks(sharded(model) if shard else model, TOKENS, method="wanda", pattern=HALF, batch_tokens=1)
+    prune_blocks(sharded(model) if shard else model, TOKENS, 0.5, method="wanda", batch_tokens=1)
 
 
 # Of two samples a rank: two runs of block 1 show what its layers are given, two what it then puts out.
@@ -146,29 +140,23 @@ def test_a_forward_fails(num_calls: int, shard: bool) -> None:
     check_all_raise(2, forward_fails, "model.layers.1.mlp.down_proj", num_calls, shard)
 
 
-def infinite_weights(rank: int, method: OneShotMethod) -> None:
+def infinite_weights(_: int) -> None:
     """Inf * 0: scores that are NaN, of the rows that the last rank holds."""
     model: Any = tiny_model("llama")
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[3] = 0  # an input of down_proj that is always 0
         model.model.layers[0].mlp.down_proj.weight[-1, 3] = torch.inf
-    try:
-        prune_blocks(sharded(model), TOKENS, method=method, pattern=HALF)
-    finally:
-        del rank
+    prune_blocks(sharded(model), TOKENS, 0.5, method="wanda")
 
 
 def test_scores_that_are_nan() -> None:
-    errors = run_threads(2, infinite_weights, "wanda", catch=True)
-    assert all(isinstance(error, ValueError) for error in errors)
-    assert all("NaN" in str(error) for error in errors)
+    for error in run_threads(2, infinite_weights, catch=True):
+        assert isinstance(error, ValueError)
+        assert "NaN" in str(error)
 
 
 def wrong_samples_on_one(rank: int) -> None:
-    model = tiny_model("llama")
-    mesh = init_device_mesh("cpu", (2,))
-    fully_shard(model, mesh=mesh)
-    prune_blocks(model, TOKENS - 100 * rank, method="magnitude", pattern=HALF)
+    prune_blocks(sharded(tiny_model("llama")), TOKENS - 100 * rank, 0.5, method="magnitude")
 
 
 def test_wrong_samples_on_one_rank() -> None:

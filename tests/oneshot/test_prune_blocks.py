@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from contextlib import nullcontext
 from functools import partial
 
@@ -132,46 +133,43 @@ def test_blocks_by_the_sums_of_wandas_scores() -> None:
     assert outcomes["m"].num_pruned == 48
 
 
-def on_rank(_: int, architecture: str, cases: list[Case], mesh_shape: tuple[int, ...] | None) -> list[Pruned]:
+def on_rank(_: int, architecture: str, mesh_shape: tuple[int, ...], cases: list[Case]) -> list[Pruned]:
     return [pruned(sharded(tiny_model(architecture), mesh_shape), case) for case in cases]
 
 
-RANKS = [
-    *((2, each) for each in ONE_SHOT_ARCHITECTURES if each != "llama"),
-    *((3, each) for each in ("llama", "gpt2", "phi", "mixtral")),
+Key = tuple[str, tuple[int, ...]]  # FSDP2, and HSDP
+RANKS: list[Key] = [
+    *((architecture, (2,)) for architecture in ONE_SHOT_ARCHITECTURES if architecture != "llama"),
+    *((architecture, (3,)) for architecture in ("llama", "gpt2", "phi", "mixtral")),
 ]
+ON_TWO: list[Key] = [(architecture, (2,)) for architecture in ("llama", "gpt2", "mixtral")]
+OF_FOUR: list[Case] = [*FEW, ("permuted wanda", NByM(2, 4))]
 
 
 @pytest.mark.parametrize(
     ("key", "cases"),
     [
-        pytest.param((2, "llama"), CASES[::4], id="2-llama-some"),
-        only_whole((2, "llama"), [case for case in CASES if case not in CASES[::4]], id="2-llama-others"),
-        *in_turn([(2, "gpt2"), (2, "mixtral")], [*TARGETS, ("wanda", BLOCKS)], num=3),
+        pytest.param(ON_TWO[0], CASES[::4], id="2-llama-some"),
+        only_whole(ON_TWO[0], [case for case in CASES if case not in CASES[::4]], id="2-llama-others"),
+        *in_turn(ON_TWO[1:], [*TARGETS, ("wanda", BLOCKS)], num=3),
         *in_turn(RANKS, FEW),
+        *in_turn([("llama", (2, 2)), ("gpt2", (4,)), ("mixtral", (2, 2))], OF_FOUR),
+        *(only_whole(key, OF_FOUR) for key in (("llama", (4,)), ("gpt2", (2, 2)), ("mixtral", (4,)))),
     ],
 )
-@pytest.mark.sampled(4)
-def test_ranks_do_what_one_does(pool: ProcessPool, key: tuple[int, str], cases: list[Case]) -> None:
-    world_size, architecture = key
-    everywhere = pool.run(world_size, on_rank, architecture, cases, None)
-    check_ranks(everywhere, partial(tiny_model, architecture), cases)
+@pytest.mark.sampled(5)
+def test_ranks_do_what_one_does(pool: ProcessPool, key: Key, cases: list[Case]) -> None:
+    everywhere = pool.run(math.prod(key[1]), on_rank, *key, cases)
+    check_ranks(everywhere, partial(tiny_model, key[0]), cases)
 
 
-@pytest.mark.parametrize(("architecture", "numbers"), in_turn(["llama", "gpt2", "mixtral"], range(4), num=2))
+@pytest.mark.parametrize(("key", "numbers"), in_turn(ON_TWO, range(4), num=2))
 @pytest.mark.sampled(1)
-def test_every_layer_its_own_sparsity(pool: ProcessPool, architecture: str, numbers: list[int]) -> None:
-    names = list(matrices(tiny_model(architecture)))
-    shares = {name: 0.2 + 0.1 * (i % 6) for i, name in enumerate(names)}
-    all_cases: list[Case] = [
-        ("wanda", Unstructured(shares, "tensor")),
-        ("sparsegpt", PerRow(shares)),
-        ("admm", PerRow(shares)),
-        ("sparsegpt", Unstructured(shares, "tensor")),
-    ]
-    cases = [all_cases[number] for number in numbers]
-    everywhere = pool.run(2, on_rank, architecture, cases, None)
-    check_ranks(everywhere, partial(tiny_model, architecture), cases)
+def test_every_layer_its_own_sparsity(pool: ProcessPool, key: Key, numbers: list[int]) -> None:
+    shares = {name: 0.2 + 0.1 * (i % 6) for i, name in enumerate(matrices(tiny_model(key[0])))}
+    rows, matrix = PerRow(shares), Unstructured(shares, "tensor")
+    cases: list[Case] = [("wanda", matrix), ("sparsegpt", rows), ("admm", rows), ("sparsegpt", matrix)]
+    test_ranks_do_what_one_does(pool, key, [cases[number] for number in numbers])
 
 
 def test_sparsities_by_parameter() -> None:
@@ -185,21 +183,3 @@ def test_sparsities_by_parameter() -> None:
     check_counts(model, report, "sparsegpt", PerRow(0.4))
     with pytest.raises(ValueError, match="there is no sparsity for"):
         prune_blocks(model, TOKENS, method="wanda", pattern="row", sparsity={"model.layers.1": 0.5})
-
-
-OF_FOUR: list[Case] = [*FEW, ("permuted wanda", NByM(2, 4))]
-
-
-@pytest.mark.parametrize(
-    ("key", "cases"),
-    [
-        *in_turn([("llama", (2, 2)), ("gpt2", (4,)), ("mixtral", (2, 2))], OF_FOUR),
-        *(only_whole(key, OF_FOUR) for key in (("llama", (4,)), ("gpt2", (2, 2)), ("mixtral", (4,)))),
-    ],
-)
-@pytest.mark.sampled(1)
-def test_four_ranks_do_what_one_does(pool: ProcessPool, key: tuple[str, tuple[int, ...]], cases: list[Case]) -> None:
-    """FSDP2, and HSDP."""
-    architecture, mesh_shape = key
-    everywhere = pool.run(4, on_rank, architecture, cases, mesh_shape)
-    check_ranks(everywhere, partial(tiny_model, architecture), cases)

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 from typing import Any
 
 import pytest
 import torch
 
 from distprune import Block, Channels, NByM, PerRow, Unstructured
-from distprune.calibration.moments import Moments
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.find_shards import count_parameters
 from distprune.models.linear_layers import linear_layers
 from distprune.oneshot.prune_blocks import prune_blocks
 from distprune.oneshot.recipe import OneShotMethod
 from distprune.oneshot.report import BlockReport
-from distprune.oneshot.sparsegpt import DAMPING, SparseGPT
 from tests.architectures import samples, tiny_model
 from tests.oneshot.alike import sharded
-from tests.worlds import ProcessPool, run_threads
+from tests.worlds import run_threads
 
 TOKENS = samples(4)
 HALF = Unstructured(0.5)
@@ -28,53 +27,29 @@ METHODS: tuple[OneShotMethod, ...] = ("wanda", "sparsegpt", "admm", "magnitude",
 
 
 def test_patterns_refuse_nonsense() -> None:
-    for kind in (Unstructured, PerRow):
-        for sparsity in (-0.1, 1.5, float("nan"), float("inf")):
-            with pytest.raises(ValueError, match=r"sparsity=.* is outside"):
-                kind(sparsity)
-        for wrong in ("0.5", True, None):
-            with pytest.raises(TypeError, match="sparsity must be"):
-                kind(wrong)  # type: ignore[arg-type]
-    for n, m in ((0, 4), (4, 4), (5, 4), (-1, 2)):
-        with pytest.raises(ValueError, match="is not a pattern"):
-            NByM(n, m)
-    with pytest.raises(TypeError, match="m must be an int"):
-        NByM(2, 4.0)  # type: ignore[arg-type]
-    for number in (4.0, True, "4"):
-        with pytest.raises(TypeError, match="size must be an int"):
-            Block(number, 0.5)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="dim must be an int"):
-            Channels(0.5, number)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="size=0 is less than 1"):
-        Block(0, 0.5)
+    kinds: tuple[Any, ...] = (Unstructured, PerRow)
+    refused: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
+        *((kind, (share,), ValueError, "is outside") for kind in kinds for share in (-0.1, 1.5, math.nan, math.inf)),
+        *((kind, (share,), TypeError, "sparsity must be") for kind in kinds for share in ("0.5", True, None)),
+        *((NByM, pair, ValueError, "is not a pattern") for pair in ((0, 4), (4, 4), (5, 4), (-1, 2))),
+        (NByM, (2, 4.0), TypeError, "m must be an int"),
+        (Block, (0, 0.5), ValueError, "size=0 is less than 1"),
+        *((Block, (size, 0.5), TypeError, "size must be an int") for size in (4.0, True, "4")),
+        *((Channels, (0.5, dim), TypeError, "dim must be an int") for dim in (4.0, True, "4")),
+    ]
+    for kind, arguments, error, words in refused:
+        with pytest.raises(error, match=words):
+            kind(*arguments)
 
 
-def with_other_pattern(rank: int) -> None:
-    prune_blocks(tiny_model("llama"), TOKENS, method="wanda", pattern=Unstructured(0.5 + rank / 10))
+def disagreeing(rank: int, what: str) -> None:
+    pattern = Unstructured(0.5 + (what == "pattern") * rank / 10)
+    prune_blocks(tiny_model("llama"), TOKENS[: 3 + (what == "samples") * rank], method="wanda", pattern=pattern)
 
 
-def with_other_samples(rank: int) -> None:
-    prune_blocks(tiny_model("llama"), TOKENS[: 3 + rank], method="wanda", pattern=HALF)
-
-
-def with_failing_callback(rank: int) -> None:
-    def on_block(_: int, __: BlockReport) -> None:
-        if rank == 1:
-            raise OSError("no space left")
-
-    prune_blocks(tiny_model("llama"), TOKENS, method="wanda", pattern=HALF, on_block=on_block)
-
-
-def message_on(pool: ProcessPool, fn: Any) -> str:
-    with pytest.raises(Exception) as raised:  # noqa: PT011
-        pool.run(2, fn)
-    return str(raised.value)
-
-
-def test_ranks_that_disagree(pool: ProcessPool) -> None:
-    assert "pattern: " in message_on(pool, with_other_pattern)
-    assert "samples: " in message_on(pool, with_other_samples)
-    assert "no space left" in message_on(pool, with_failing_callback)
+@pytest.mark.parametrize("what", ["pattern", "samples"])
+def test_ranks_that_disagree(what: str) -> None:
+    assert all(f"{what}: " in str(error) for error in run_threads(2, disagreeing, what, catch=True))
 
 
 def test_nan_in_activations_names_block_and_layer() -> None:
@@ -85,34 +60,25 @@ def test_nan_in_activations_names_block_and_layer() -> None:
         prune_blocks(model, TOKENS, method="wanda", pattern=HALF)
 
 
-def test_new_weights_that_overflow_are_refused() -> None:
-    """In the last block, too, whose outputs nobody looks at."""
+def with_new_weights_that_overflow(_: int, shard: bool, block: int) -> None:
     model: Any = tiny_model("llama").half()
-    linear = model.model.layers[2].mlp.down_proj
+    linear = model.model.layers[block].mlp.down_proj
     with torch.no_grad():
         linear.weight.copy_(torch.where(linear.weight > 0, 65000.0, -65000.0))
-    with pytest.raises(ValueError, match=r"the new weights of 'model.layers.2.mlp.down_proj' are NaN or inf"):
-        prune_blocks(model, TOKENS, method="sparsegpt", pattern=HALF)
+    prune_blocks(sharded(model) if shard else model, TOKENS, method="sparsegpt", pattern=HALF)
 
 
-def with_new_weights_that_overflow(_: int) -> None:
-    model: Any = tiny_model("llama").half()
-    linear = model.model.layers[0].mlp.down_proj
-    with torch.no_grad():
-        linear.weight.copy_(torch.where(linear.weight > 0, 65000.0, -65000.0))
-    prune_blocks(sharded(model), TOKENS, method="sparsegpt", pattern=HALF)
+@pytest.mark.parametrize(("num_ranks", "block"), [(1, 2), (2, 0)])
+def test_new_weights_that_overflow_are_refused(num_ranks: int, block: int) -> None:
+    """In the last block, too, whose outputs nobody looks at; and on all ranks."""
+    named = f"the new weights of 'model.layers.{block}.mlp.down_proj' are NaN or infinite"
+    for error in run_threads(num_ranks, with_new_weights_that_overflow, num_ranks > 1, block, catch=True):
+        assert named in str(error)
 
 
-def test_new_weights_that_overflow_on_one_rank_are_refused_on_all() -> None:
-    errors = run_threads(2, with_new_weights_that_overflow, catch=True)
-    assert all(
-        "the new weights of 'model.layers.0.mlp.down_proj' are NaN or infinite" in str(error) for error in errors
-    )
-
-
-def sweep_in_rounds(_: int, architecture: str) -> list[int]:
-    report = prune_blocks(sharded(tiny_model(architecture)), TOKENS, method="sparsegpt", pattern=HALF)
-    return [block.num_rounds for block in report.blocks]
+def in_rounds(_: int, changes: dict[str, Any], how: dict[str, Any]) -> list[int]:
+    model = sharded(tiny_model("llama", **changes))
+    return [block.num_rounds for block in prune_blocks(model, TOKENS, pattern=HALF, **how).blocks]
 
 
 def test_rounds_of_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,25 +86,22 @@ def test_rounds_of_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     num_rounds = {}
     for columns in (128, 8):
         monkeypatch.setattr("distprune.oneshot.sparsegpt.COLUMNS", columns)
-        num_rounds[columns], same = run_threads(2, sweep_in_rounds, "llama")
+        num_rounds[columns], same = run_threads(2, in_rounds, {}, {"method": "sparsegpt"})
         assert num_rounds[columns] == same
     first, second, last = num_rounds[128]
     assert first == second == last + 1 <= 100  # behind the last, nothing is run
     assert num_rounds[8][0] > first
 
 
-def admm_in_rounds(_: int, num_blocks: int, width: int) -> list[int]:
-    model = sharded(tiny_model("llama", num_hidden_layers=num_blocks, intermediate_size=width))
-    report = prune_blocks(model, TOKENS, method="admm", pattern=HALF, refit="none")
-    return [block.num_rounds for block in report.blocks]
-
-
 @pytest.mark.whole
 def test_rounds_layer_by_layer() -> None:
     """As many for every block, but that the first learns the order, and however wide; no more than 40 a stage."""
-    (first, *others), _ = run_threads(2, admm_in_rounds, 4, 40)
-    assert first - 3 == others[0] == others[1] == others[2] + 1  # behind the last, nothing is run
-    assert run_threads(2, admm_in_rounds, 4, 80)[0] == [first, *others]
+    (first, *others), wider = (
+        run_threads(2, in_rounds, {"num_hidden_layers": 4, "intermediate_size": width}, {"refit": "none"})[0]
+        for width in (40, 80)
+    )
+    assert first > others[0] == others[1] == others[2] + 1  # behind the last, nothing is run
+    assert wider == [first, *others]
     assert others[0] <= 2 + 4 * 40
 
 
@@ -257,21 +220,6 @@ def test_inputs_that_are_always_0_have_no_weights(method: OneShotMethod) -> None
         mlp.up_proj.weight[4:7] = 0
     prune_blocks(model, TOKENS, method=method, pattern="2:4", permute="none")
     assert not mlp.down_proj.weight[:, 4:7].any()
-
-
-def test_damping_is_raised_until_it_helps() -> None:
-    def factor(products: torch.Tensor) -> tuple[torch.Tensor, float]:
-        ones = torch.ones(8).double()
-        found = SparseGPT().prepare(Moments(("up",), 1, ones, ones, ones, products=products.double()))
-        return found["upper"].double(), float(found["damping"])
-
-    products = torch.full((8, 8), 1.0)
-    products[0, 1] = products[1, 0] = 1.05  # not positive semidefinite
-    upper, fraction = factor(products)
-    assert fraction == 10 * DAMPING
-    damped = 2 * products.double() + fraction * 2 * torch.eye(8, dtype=torch.float64)
-    torch.testing.assert_close(upper.t() @ upper @ damped, torch.eye(8).double(), rtol=0, atol=1e-4)
-    assert factor(torch.eye(8))[1] == DAMPING
 
 
 def test_an_expert_without_tokens_is_reported() -> None:

@@ -20,7 +20,7 @@ from distprune.oneshot.damping import damped_factor
 from distprune.oneshot.prune_blocks import prune_blocks
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Choose, Solved, Solver
-from distprune.oneshot.sparsegpt import SparseGPT
+from distprune.oneshot.sparsegpt import DAMPING, SparseGPT
 from distprune.patterns.base import Pattern
 from distprune.removal.criteria import OBS
 from distprune.removal.readers import Asked
@@ -116,6 +116,15 @@ def test_damping_is_raised_or_the_layer_named(solver: Solver) -> None:
     assert all(bool(of.isfinite().all()) for of in solver.prepare(moments_of(indefinite)).values())
     with pytest.raises(ValueError, match=r"the 3 inputs of 'up' have no inverse, although the damping was raised"):
         solver.prepare(moments_of(torch.full((3, 3), torch.nan)))
+
+
+def test_damping_is_raised_until_it_helps() -> None:
+    assert SparseGPT().prepare(moments_of(torch.eye(3)))["damping"] == DAMPING
+    products = torch.tensor([[1.0, 1.05, 1.0], [1.05, 1.0, 1.0], [1.0, 1.0, 1.0]])  # not positive semidefinite
+    prepared = SparseGPT().prepare(moments_of(products))
+    assert prepared["damping"] == 10 * DAMPING
+    damped = 2 / 4 * (products + 10 * DAMPING * torch.eye(3))  # of 4 tokens
+    torch.testing.assert_close(prepared["upper"].t() @ prepared["upper"] @ damped, torch.eye(3), rtol=0, atol=1e-4)
 
 
 def factored_on_rank(_: int) -> None:

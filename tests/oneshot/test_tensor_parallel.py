@@ -85,59 +85,44 @@ def on_rank(_: int, layout: str, plan: str, cases: list[Case], tokens: torch.Ten
 
 LAYOUT = [*TARGETS, *FEW, ("sparsegpt", PerRow(0.3)), ("wanda", BLOCKS), ("random", HALF)]
 SMALL = [plan for plan in PLANS if plan not in ("llama-wide", "llama-narrow")]
+WIDE: list[Case] = [("sparsegpt", NByM(2, 4)), ("sparsegpt", HALF)]
 
 
+def check_as_one(pool: ProcessPool, key: tuple[str, str], cases: list[Case], tokens: torch.Tensor = TOKENS) -> None:
+    layout, plan = key
+    found = pool.run(2 if layout == "tp" else 4, on_rank, layout, plan, cases, tokens)
+    check_ranks(found, partial(make, plan), cases, tokens, least=0.999)
+
+
+# Most is tried under tensor parallelism alone.
 @pytest.mark.parametrize(
-    ("plan", "cases"),
+    ("key", "cases"),
     [
-        pytest.param("llama", LAYOUT[::4], id="llama-some"),
-        only_whole("llama", [case for case in LAYOUT if case not in LAYOUT[::4]], id="llama-others"),
-        pytest.param("llama-narrow", [("admm", HALF), ("wanda", HALF)], id="llama-narrow"),
-        *in_turn(SMALL[1:], FEW),
+        pytest.param(("tp", "llama"), LAYOUT[::4], id="tp-llama-some"),
+        only_whole(("tp", "llama"), [case for case in LAYOUT if case not in LAYOUT[::4]], id="tp-llama-others"),
+        pytest.param(("tp", "llama-narrow"), [("admm", HALF), ("wanda", HALF)], id="tp-llama-narrow"),
+        *in_turn([("tp", plan) for plan in SMALL[1:]], FEW),
+        pytest.param(("fsdp-tp", "llama"), [FEW[2]], id="fsdp-tp-llama-some"),
+        only_whole(("fsdp-tp", "llama"), LAYOUT, id="fsdp-tp-llama-all"),
+        *in_turn([("fsdp-tp", SMALL[-1])], FEW),
+        *(only_whole(("fsdp-tp", plan), FEW, id=f"fsdp-tp-{plan}-few") for plan in SMALL[:-1]),
+        *in_turn([(layout, "llama") for layout in ("hsdp-tp", "copies-tp", "fsdp-columns-tp")], FEW),
     ],
 )
-@pytest.mark.sampled(1)
-def test_tensor_parallel(pool: ProcessPool, plan: str, cases: list[Case]) -> None:
-    check_ranks(pool.run(2, on_rank, "tp", plan, cases, TOKENS), partial(make, plan), cases, least=0.999)
+@pytest.mark.sampled(3)
+def test_every_layout(pool: ProcessPool, key: tuple[str, str], cases: list[Case]) -> None:
+    check_as_one(pool, key, cases)
 
 
 # Fewer samples than data-parallel ranks; no multiple of them.
 @pytest.mark.parametrize(("num_samples", "cases"), in_turn([1, 3], FEW))
 @pytest.mark.sampled(1)
 def test_samples_are_weighted_right(pool: ProcessPool, num_samples: int, cases: list[Case]) -> None:
-    tokens = TOKENS[:num_samples]
-    found = pool.run(4, on_rank, "fsdp-tp", "llama", cases, tokens)
-    check_ranks(found, partial(make, "llama"), cases, tokens, least=0.999)
+    check_as_one(pool, ("fsdp-tp", "llama"), cases, TOKENS[:num_samples])
 
 
-# Most is tried under tensor parallelism alone.
-@pytest.mark.parametrize(
-    ("plan", "cases"),
-    [
-        pytest.param("llama", [FEW[2]], id="llama-some"),
-        only_whole("llama", LAYOUT, id="llama-all"),
-        *in_turn(SMALL[-1:], FEW),
-        *(only_whole(plan, FEW, id=f"{plan}-few") for plan in SMALL[:-1]),
-    ],
-)
-@pytest.mark.sampled(1)
-def test_fsdp_and_tensor_parallel(pool: ProcessPool, plan: str, cases: list[Case]) -> None:
-    check_ranks(pool.run(4, on_rank, "fsdp-tp", plan, cases, TOKENS), partial(make, plan), cases, least=0.999)
-
-
-@pytest.mark.parametrize(
-    "cases", [[("sparsegpt", NByM(2, 4)), ("sparsegpt", HALF)], only_whole(FEW, id="few")], ids=["blocks", None]
-)
+@pytest.mark.parametrize("cases", [WIDE, FEW], ids=["blocks", "few"])
 @pytest.mark.whole
 def test_many_blocks_of_columns(pool: ProcessPool, cases: list[Case]) -> None:
     # One layer, and tokens enough: a near tie that rounding turns changes the rest of its row, and what follows it.
-    tokens = samples(13, 64)
-    found = pool.run(4, on_rank, "fsdp-tp", "llama-wide", cases, tokens)
-    check_ranks(found, partial(make, "llama-wide"), cases, tokens, least=0.999)
-
-
-@pytest.mark.parametrize(("layout", "cases"), in_turn(["hsdp-tp", "copies-tp", "fsdp-columns-tp"], FEW))
-@pytest.mark.sampled(1)
-def test_other_layouts_over_tensor_parallel_groups(pool: ProcessPool, layout: str, cases: list[Case]) -> None:
-    found = pool.run(4, on_rank, layout, "llama", cases, TOKENS)
-    check_ranks(found, partial(make, "llama"), cases, least=0.999)
+    check_as_one(pool, ("fsdp-tp", "llama-wide"), cases, samples(13, 64))

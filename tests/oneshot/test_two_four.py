@@ -6,48 +6,29 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
-from distprune import NByM
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.linear_layers import linear_layers
 from distprune.oneshot.prune_blocks import prune_blocks
-from distprune.oneshot.recipe import OneShotMethod
-from tests.worlds import drawing
-
-VOCABULARY = 64
+from tests.architectures import samples, tiny_model
 
 
 @pytest.fixture(scope="module", params=["wanda", "sparsegpt"])
-def linears(request: pytest.FixtureRequest) -> dict[str, nn.Linear]:
+def linears(request: pytest.FixtureRequest) -> dict[str, Any]:
     """The linear layers of a float16 model after pruning to 2:4, of sizes that both kernels take."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    method: OneShotMethod = request.param
-    with drawing(0):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()
-        samples = torch.randint(0, VOCABULARY, (4, 64))
-    prune_blocks(model, samples, method=method, pattern=NByM(2, 4))
-    found: dict[str, nn.Linear] = {}
-    for block_name, block in decoder_blocks(model):
-        for name, linear in linear_layers(block).items():
-            assert isinstance(linear.module, nn.Linear)
-            found[f"{block_name}.{name}"] = linear.module
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = tiny_model("llama", **sizes, num_key_value_heads=1).half()
+    prune_blocks(model, samples(4, 64), method=request.param, pattern="2:4")
+    blocks = dict(decoder_blocks(model))
+    found = {
+        f"{at}.{name}": linear.module for at, block in blocks.items() for name, linear in linear_layers(block).items()
+    }
     assert len(found) == 14
     return found
 
 
-def test_nothing_is_lost_in_the_compressed_form(linears: dict[str, nn.Linear]) -> None:
+def test_nothing_is_lost_in_the_compressed_form(linears: dict[str, Any]) -> None:
     from torch.sparse import _semi_structured_conversions as conversions
 
     convert: Any = conversions.sparse_semi_structured_from_dense_cutlass
@@ -61,7 +42,7 @@ def test_nothing_is_lost_in_the_compressed_form(linears: dict[str, nn.Linear]) -
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor is in prototype stage")
-def test_the_kernels_give_the_dense_answer(linears: dict[str, nn.Linear]) -> None:
+def test_the_kernels_give_the_dense_answer(linears: dict[str, Any]) -> None:
     for name, linear in linears.items():
         weight = linear.weight.detach().cuda()
         sparse: Any = torch.sparse.to_sparse_semi_structured(weight)
