@@ -20,7 +20,7 @@ LINES = {
     "kernels": (814, 800),
     "masks": (487, 470),
     "models": (887, 690),
-    "oneshot": (1926, 1440),
+    "oneshot": (1900, 1440),
     "patterns": (1446, 690),
     "pruning": (1421, 960),
     "removal": (1516, 1160),

@@ -7,17 +7,16 @@ its square times that of its inputs, as a share of its row's. Channels are dealt
 for each place in a group in turn, the channels there are taken out of all groups and go where they add most: a linear
 assignment (Zhang et al., Plug-and-Play, ICLR 2024), among some hundreds of groups at a time, other ones in each turn.
 
-Rank 0 decides, and tells the others: all have the same order, equal to rounding on any number of ranks.
+All ranks decide by the same sums, so they have the same order: equal to rounding on any number of ranks.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -41,6 +40,7 @@ _NUM_TURNS = 6  # more gain a thousandth of what six do
 _MOST_GROUPS = 256  # among which channels change places; with 512 of 1,376 it takes twice as long for 3 % of the gain
 _CHUNK = 1 << 26  # shares that are compared at a time
 _TINY = torch.finfo(torch.float32).tiny
+_OF_VALUES = re.compile(r"(^|\.)(qkv_proj|v[^.]*)\.(weight|bias)$")  # parameters
 _KINDS: tuple[UnitKind, ...] = ("kv_groups", "mlp")  # of units whose channels may change places
 
 
@@ -134,18 +134,14 @@ def _movable(block: nn.Module, units: Units) -> MovableChannels | None:
     is_shared = hasattr(module, "is_kv_shared_layer")  # of Gemma 3n and others, whose later blocks read them, too
     size, num_heads = head_dim(module), units.num_units
     read = read.view(num_heads, -1, size).transpose(1, 2).reshape(num_heads * size, -1)
-    *made, of_reader = units.cuts
-    cuts = [dataclasses.replace(cut, index=cut.index[:, -size:].reshape(-1, 1)) for cut in made if _is_of_values(cut)]
-    cuts.append(dataclasses.replace(of_reader, index=read))
+    made = [cut for cut in units.cuts[:-1] if _OF_VALUES.search(cut.parameter)]
+    cuts = [dataclasses.replace(cut, index=cut.index[:, -size:].reshape(-1, 1)) for cut in made]
+    cuts.append(dataclasses.replace(units.cuts[-1], index=read))
     holders = [block.get_submodule(cut.parameter.rpartition(".")[0]) for cut in cuts]
     has_buffers = any(next(of.buffers(), None) is not None for of in holders)
     if is_shared or has_buffers or not are_others_of_queries:
         return None
     return MovableChannels(num_heads, tuple(cuts), reader, read)
-
-
-def _is_of_values(cut: Cut) -> bool:
-    return re.search(r"(^|\.)(qkv_proj|v[^.]*)\.(weight|bias)$", cut.parameter) is not None
 
 
 def channel_order(
@@ -154,8 +150,8 @@ def channel_order(
     """Return the order of ``channels`` in which ``n`` of every ``m`` keep most, (channels,) int64, on the CPU.
 
     ``rows``: this rank's of the layer that reads them; ``square_sums`` (in,): of its inputs, everywhere. Every rank
-    must call it: 2 rounds of 8 bytes a channel, and 2 for each of 6 or ``m`` turns, of 8 bytes a channel and 8 for each
-    pair of groups that meet in it. A rank needs memory for three float32 copies of its rows.
+    must call it, guarded: a round of 8 bytes a channel, and one for each of 6 or ``m`` turns, of 8 bytes for each pair
+    of groups that meet in it. A rank needs memory for three float32 copies of its rows.
     """
     num_heads = channels.num_heads
     shares: list[torch.Tensor] = []
@@ -166,8 +162,7 @@ def channel_order(
             words.copy_(fetched([shares[0].sum(dim=1, dtype=torch.float64)])[0])
 
     sums = sum_together(comm, (channels.num_channels,), begin, torch.float64)
-    shape = (num_heads, channels.num_channels // num_heads // m, m)
-    groups = _told(comm, shape, lambda: _dealt(sums.view(num_heads, -1), m))
+    groups = _dealt(sums.view(num_heads, -1), m)
     for turn in range(max(_NUM_TURNS, m)):
         groups = _exchanged(comm, shares, groups, turn, n)
     return groups.flatten()
@@ -204,16 +199,6 @@ def _shares(weight: torch.Tensor, square_sums: torch.Tensor, index: torch.Tensor
     return sizes.nan_to_num_().t()[sent(index, weight.device)].flatten(1)  # the solver tells of weights that are NaN
 
 
-def _told(comm: Communicator, shape: tuple[int, ...], decide: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return what ``decide`` returns on rank 0, int64 of ``shape``. Every rank must call it: 1 round, of its bytes."""
-
-    def fill(words: torch.Tensor) -> None:
-        if comm.rank == 0:
-            words.copy_(decide())
-
-    return sum_together(comm, shape, fill)
-
-
 def _dealt(sums: torch.Tensor, m: int) -> torch.Tensor:
     """Return groups of channels, (heads, groups, m), by their ``sums`` (heads, channels of each).
 
@@ -230,7 +215,7 @@ def _dealt(sums: torch.Tensor, m: int) -> torch.Tensor:
 def _exchanged(comm: Communicator, shares: list[torch.Tensor], groups: torch.Tensor, turn: int, n: int) -> torch.Tensor:
     """Return ``groups`` once the channels at one place of each have gone where they add most.
 
-    ``shares``: of this rank's rows, if it has some. Every rank must call it: 2 rounds.
+    ``shares``: of this rank's rows, if it has some. Every rank must call it: 1 round.
     """
     place, meeting = turn % groups.shape[-1], _meeting(groups.shape[1], turn)
     parts = groups[:, meeting].flatten(0, 1)  # (parts of all heads, groups, m)
@@ -239,17 +224,14 @@ def _exchanged(comm: Communicator, shares: list[torch.Tensor], groups: torch.Ten
         for some in shares:
             words.copy_(fetched([_gains(some, parts, place, n)])[0])
 
-    def decide(gains: torch.Tensor) -> torch.Tensor:
-        assign = import_extra("scipy.optimize", "hf").linear_sum_assignment
-        for part, of_part in zip(parts, gains.numpy(), strict=True):
-            channels, goes_to = assign(of_part, maximize=True)
-            part[goes_to, place] = part[channels, place]
-        moved = groups.clone()
-        moved[:, meeting] = parts.view(len(groups), *meeting.shape, -1)
-        return moved
-
+    assign = import_extra("scipy.optimize", "hf").linear_sum_assignment
     gains = sum_together(comm, (len(parts), meeting.shape[1], meeting.shape[1]), fill, torch.float64)
-    return _told(comm, groups.shape, partial(decide, gains))
+    for part, of_part in zip(parts, gains.numpy(), strict=True):
+        channels, goes_to = assign(of_part, maximize=True)
+        part[goes_to, place] = part[channels, place]
+    moved = groups.clone()
+    moved[:, meeting] = parts.view(len(groups), *meeting.shape, -1)
+    return moved
 
 
 def _meeting(num_groups: int, turn: int) -> torch.Tensor:

@@ -64,14 +64,8 @@ def prune_rows(
     num_tokens = {name: m.num_tokens for m in moments for name in m.names}
     figures: dict[str, torch.Tensor] = {}
     with guarding(comm) as ranks:
-        inputs: list[_Input] = []
-        while moments:
-            m = moments.pop(0)
-            own_rows = {name: rows[name] for name in m.names}
-            inputs.append(
-                _Input(Alone() if m.is_alone or ranks.size == 1 else ranks, m.owner == comm.rank, solver, m, own_rows)
-            )
-            del m
+        inputs = [_Input(ranks, solver, m, {name: rows[name] for name in m.names}) for m in moments]
+        moments.clear()
         with clock("target"):
             ways = [way_to_target(one.moments, aim) if one.is_owner and aim.share else {} for one in inputs]
             for one in inputs if aim.share else ():
@@ -114,7 +108,7 @@ def _reports(
             raise ValueError(f"the new weights of {layer.name!r} are NaN or infinite in {layer.weight.dtype}")
         error, output, damping = others
         relative_error = (max(error, 0.0) / output) ** 0.5 if output > 0 else None
-        counts = layer.num_out * layer.num_in, int(num_pruned), int(num_zeros)
+        counts = layer.num_out * layer.weight.shape[1], int(num_pruned), int(num_zeros)
         found[name] = LayerReport(layer.name, *counts, relative_error, damping or None, num_tokens[name])
     return found
 
@@ -127,11 +121,15 @@ class _Input:
     """
 
     comm: Communicator
-    is_owner: bool
     solver: Solver
     moments: Moments
     rows: Mapping[str, Rows]
     num_nans: defaultdict[str, list[torch.Tensor]] = field(default_factory=partial(defaultdict, list))
+
+    def __post_init__(self) -> None:
+        self.is_owner = self.moments.owner == self.comm.rank
+        if self.moments.is_alone or self.comm.size == 1:
+            self.comm = Alone()
 
     def sent(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Return the owner's ``tensors`` on every rank that has rows."""

@@ -93,17 +93,7 @@ def prune_blocks(
     meter = Meter(comm)
 
     with agreeing(comm) as agreed:
-        recipe = Recipe(
-            method=method,
-            pattern=pattern,
-            sparsity=sparsity,
-            seed=seed,
-            sequential=sequential,
-            targets=targets,
-            target_share=target_share,
-            refit=refit,
-            permute=permute,
-        )
+        recipe = Recipe(method, pattern, sparsity, seed, sequential, targets, target_share, refit, permute)
         plan = make_plan(model, samples, recipe, expert_memory, offload, batch_tokens)
         recipe, solver = plan.recipe, plan.recipe.solver
         assert isinstance(recipe.pattern, Pattern)  # it is resolved

@@ -31,7 +31,7 @@ _TARGET_SHARE = 0.5  # of the way to dense targets
 _Choice = TypeVar("_Choice", bound=str)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Recipe:
     """The arguments of ``prune_blocks`` that decide its result. ``None``: what goes with the others."""
 

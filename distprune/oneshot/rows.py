@@ -41,10 +41,6 @@ class Rows:
     owned: bool
     name: str = ""
 
-    @property
-    def num_in(self) -> int:
-        return self.weight.shape[1]
-
     def shard(self, values: torch.Tensor) -> LocalShard:
         """Return ``values`` (rows, columns) as this rank's part of a matrix (num_out, columns)."""
         num_columns = values.shape[1]

@@ -117,7 +117,7 @@ def test_all_ranks_take_the_same(num_heads: int, most: int, num_pairs: int, monk
     assert found == [found[0]] * 4
     order, num_rounds, num_bytes = found[0]
     assert kept(weight, sums, torch.tensor(order), 2, 4) == pytest.approx(alone, rel=1e-3)
-    assert (num_rounds, num_bytes) == (14, 8 * 8 * (96 + 1) + 6 * 8 * (num_pairs + 1))
+    assert (num_rounds, num_bytes) == (7, 8 * (96 + 1) + 6 * 8 * (num_pairs + 1))
 
 
 def test_what_is_not_finite_is_left_to_the_solver() -> None:
