@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
 
 import torch
+from typing_extensions import override
 
 from distprune.calibration.own_words import SELF
 from distprune.checkpoint.output_lock import RESULT_NAME, unfinished_of
@@ -158,6 +159,21 @@ class BareJob:
         """Raise a ValueError for what is wrong whatever the model and the files are. Local."""
         check_fields(self)
 
+    def check(self, *inputs: Path) -> Path:
+        """Return where the output is; raise what can be known to be wrong before anything is read. Local.
+
+        ``inputs``: what is read, beside what the job names.
+        """
+        self.check_asked()
+        return check_output(self.output, overwrite=self.overwrite, inputs=[*self.inputs(), *inputs])
+
+    def inputs(self) -> list[str]:
+        """Return the files and directories that the job names and reads: the output must not replace them."""
+        files = [name for name, option in options_of(type(self)).items() if option.is_file]
+        values = [getattr(self, name) for name in files if name not in ("output", "tasks")]
+        paths = [path for value in values for path in (value if isinstance(value, tuple) else [value])]
+        return [path for path in paths if isinstance(path, str) and path != SELF]
+
 
 @asked
 class Job(BareJob):
@@ -183,24 +199,13 @@ class Job(BareJob):
     )
     resume: bool = ask(default=False, decides=False, panel=RUNNING)
 
+    @override
     def check(self, *inputs: Path) -> Path:
-        """Return where the output is; raise what can be known to be wrong before anything is read. Local.
-
-        ``inputs``: what is read, beside what the job names.
-        """
-        self.check_asked()
         target = Path(self.output)
         is_left = (unfinished_of(target) / RESULT_NAME).exists()
         if self.resume and not self.overwrite and (target / REPORT_NAME).is_file() and not is_left:
             raise FileExistsError(f"nothing is left to resume: {self.output} is finished, it holds a {REPORT_NAME}")
-        return check_output(self.output, overwrite=self.overwrite, inputs=[*self.inputs(), *inputs])
-
-    def inputs(self) -> list[str]:
-        """Return the files and directories that the job names and reads: the output must not replace them."""
-        files = [name for name, option in options_of(type(self)).items() if option.is_file]
-        values = [getattr(self, name) for name in files if name not in ("output", "tasks")]
-        paths = [path for value in values for path in (value if isinstance(value, tuple) else [value])]
-        return [path for path in paths if isinstance(path, str) and path != SELF]
+        return super().check(*inputs)
 
 
 @asked

@@ -36,7 +36,7 @@ from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import communicator
 from distprune.evaluation import Progress, perplexities
 from distprune.jobs.model_card import CARD_NAME, model_card
-from distprune.jobs.options import REPORT_NAME, Job
+from distprune.jobs.options import REPORT_NAME, BareJob, Job
 from distprune.jobs.picture import PICTURE_NAME, can_draw, picture
 from distprune.jobs.report import Evaluation, JobReport, PrunedBlocks, Trained, Work
 from distprune.jobs.tasks import load_tasks, run_tasks
@@ -92,16 +92,11 @@ class JobFiles:
         return self.records[name]
 
 
-class Run:
-    """A job under way on this rank. Every rank must make one, and call its methods in the same order.
+class BareRun:
+    """A job under way on this rank: it is agreed on, and its model is found. Every rank must make one."""
 
-    Making it agrees on the job, finds the model, tokenizes the texts to evaluate on and loads the tasks.
-    """
-
-    files: JobFiles | None = None  # from :meth:`begin` on
-
-    def __init__(self, job: Job, group: dist.ProcessGroup | None, device: Device, watcher: Watcher | None) -> None:
-        self.job, self.comm = job, communicator(group)
+    def __init__(self, job: BareJob, group: dist.ProcessGroup | None, device: Device, watcher: Watcher | None) -> None:
+        self.comm, self._dtype = communicator(group), job.dtype
         self.reporter = Reporter(watcher or Watcher(), self.comm)
         self.seconds: dict[str, float] = {}
         with together(self.comm):
@@ -113,6 +108,60 @@ class Run:
         self.inputs = [path]  # beside those that the job names
         with together(self.comm):
             self.output = job.check(path)
+            self._mesh = mesh_of(group, self.comm.size, self.device)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the model. Local; raises as :func:`load_tokenizer`."""
+        return load_tokenizer(self.directory.path)
+
+    @contextmanager
+    def stage(self, key: str, name: str, unit: str = "") -> Iterator[Progress]:
+        """Time a stage, and yield what tells how far it is in its ``unit``, if it has one. Every rank must enter it."""
+        with clock(self.seconds, key):
+            if unit:
+                with self.reporter.stage(name, unit) as progress:
+                    yield progress
+            else:
+                self.reporter.begin(name)
+                yield None
+
+    def load(
+        self,
+        directory: HfDirectory | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        compute_dtype: torch.dtype | None = None,
+    ) -> nn.Module:
+        """Return the model: whole on one rank, sharded by FSDP2 over several.
+
+        Or that of another ``directory``; in another ``dtype`` than is written, and with ``compute_dtype``, which are
+        those of :func:`load_model`.
+        """
+        with self.stage("load", "loading", "bytes") as progress:
+            return load_model(
+                directory or self.directory,
+                mesh=self._mesh,
+                dtype=dtype or self._dtype,
+                compute_dtype=compute_dtype,
+                device=self.device,
+                group=self.comm,
+                progress=progress,
+            )
+
+
+class Run(BareRun):
+    """The run of a job that writes a model. Every rank must make one, and call its methods in the same order.
+
+    Making it also tokenizes the texts to evaluate on, and loads the tasks.
+    """
+
+    files: JobFiles | None = None  # from :meth:`begin` on
+
+    def __init__(self, job: Job, group: dist.ProcessGroup | None, device: Device, watcher: Watcher | None) -> None:
+        super().__init__(job, group, device, watcher)
+        self.job = job
+        with together(self.comm):
             self.read: dict[str, object] = {"model files": self.directory.fingerprint()}  # again, when it goes on
             length, most = job.evaluation_length, job.evaluation_tokens
             self._texts = {
@@ -120,17 +169,11 @@ class Run:
                 for name in job.evaluate_on
             }
             self._tasks = load_tasks(job.tasks) if job.tasks else None
-            self._mesh = mesh_of(group, self.comm.size, self.device)
             digests = {f"evaluation tokens of {name}": token_digest(ids) for name, ids in self._texts.items()}
             digest = new_digest(json.dumps([digests, job.tasks]).encode()).hexdigest()
             self.evaluation = f"before-{digest[:12]}"  # the record of what is evaluated before
         agree(self.comm, digests)
         self._started = time.perf_counter()
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        """The tokenizer of the model. Local; raises as :func:`load_tokenizer`."""
-        return load_tokenizer(self.directory.path)
 
     def note_weights(self, what: str, directory: HfDirectory) -> None:
         """Note all bytes of the weight files of a ``directory``, which a job that goes on must find again.
@@ -184,40 +227,6 @@ class Run:
                 self.reporter.say(f"what is done is kept in {files.folder}; resume=True (--resume) goes on with it")
         elif isinstance(error, Exception) and self.comm.rank == 0:
             remove_tree(files.folder)
-
-    @contextmanager
-    def stage(self, key: str, name: str, unit: str = "") -> Iterator[Progress]:
-        """Time a stage, and yield what tells how far it is in its ``unit``, if it has one. Every rank must enter it."""
-        with clock(self.seconds, key):
-            if unit:
-                with self.reporter.stage(name, unit) as progress:
-                    yield progress
-            else:
-                self.reporter.begin(name)
-                yield None
-
-    def load(
-        self,
-        directory: HfDirectory | None = None,
-        *,
-        dtype: torch.dtype | None = None,
-        compute_dtype: torch.dtype | None = None,
-    ) -> nn.Module:
-        """Return the model: whole on one rank, sharded by FSDP2 over several.
-
-        Or that of another ``directory``; in another ``dtype`` than is written, and with ``compute_dtype``, which are
-        those of :func:`load_model`.
-        """
-        with self.stage("load", "loading", "bytes") as progress:
-            return load_model(
-                directory or self.directory,
-                mesh=self._mesh,
-                dtype=dtype or self.job.dtype,
-                compute_dtype=compute_dtype,
-                device=self.device,
-                group=self.comm,
-                progress=progress,
-            )
 
     def save(self, model: nn.Module, folder: Path, *, layers: Sequence[int] | None = None) -> None:
         """Write ``model`` into ``folder``, as :func:`save_model` does. Every rank must call it."""

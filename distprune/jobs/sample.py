@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from distprune.calibration.own_words import TOP_K, own_words
-from distprune.checkpoint.hf_directory import open_together
-from distprune.checkpoint.hf_load import load_model, load_tokenizer, mesh_of
-from distprune.checkpoint.hub import name_of_model, resolve_model
+from distprune.checkpoint.hub import name_of_model
 from distprune.checkpoint.outputs import check_file, writing
-from distprune.collectives.agree import agree, together
-from distprune.collectives.communicator import communicator
+from distprune.collectives.agree import together
 from distprune.jobs.options import DTYPES, FILES, MOST, WINDOWS, BareJob, ask, asked
 from distprune.jobs.own_words import about_tokenizer, words_content
-from distprune.jobs.run import Device
-from distprune.jobs.watcher import Reporter, Watcher
+from distprune.jobs.run import BareRun, Device
+from distprune.jobs.watcher import Watcher
 from distprune.oneshot.report import peak_memory
-from distprune.shards.device import as_device
 
 
 @asked
@@ -47,11 +43,11 @@ class SampleJob(BareJob):
     dtype: torch.dtype | None = ask(default=None, choices=DTYPES, panel=FILES)
     overwrite: bool = ask(default=False, panel=FILES)
 
-    def check(self) -> None:
-        """Raise what can be known to be wrong before anything is read. Local."""
+    @override
+    def check(self, *inputs: Path) -> Path:
         self.check_asked()
         num_bytes = self.samples * self.sequence_length * torch.int32.itemsize
-        check_file(self.output, overwrite=self.overwrite, inputs=[self.model], num_bytes=num_bytes)
+        return check_file(self.output, overwrite=self.overwrite, inputs=[*self.inputs(), *inputs], num_bytes=num_bytes)
 
 
 @dataclass(frozen=True)
@@ -78,35 +74,18 @@ def run_sample_job(
         ValueError, TypeError, NotImplementedError, OSError, ImportError: on every rank: a mistake in the job or the
             model; the message says which.
     """
-    comm = communicator(group)
-    reporter = Reporter(watcher or Watcher(), comm)
-    with together(comm):
-        job.check()
-        device = as_device(device)
-    agree(comm, {**job.flags(), "device": device.type})
-    path = resolve_model(job.model, group=comm, log=reporter.say)
-    with writing(job.output, comm, overwrite=job.overwrite, inputs=[path], is_file=True) as staging:
-        directory = open_together(comm, path)
-        with together(comm):
-            tokenizer = load_tokenizer(path)
-            mesh = mesh_of(group, comm.size, device)
-        with reporter.stage("loading", "bytes") as progress:
-            model = load_model(directory, mesh=mesh, dtype=job.dtype, device=device, group=comm, progress=progress)
-        started = time.perf_counter()
-        with reporter.stage("writing own words", "tokens") as progress:
-            drawn = {"seed": job.seed, "temperature": job.temperature, "top_k": job.top_k}
-            words = own_words(
-                model,
-                job.samples,
-                job.sequence_length,
-                **drawn,  # type: ignore[arg-type]
-                tokenizer=tokenizer,
-                group=comm,
-                progress=progress,
-            )
-        seconds = time.perf_counter() - started
-        with together(comm):
-            if comm.rank == 0:
-                about = {"model": name_of_model(path), **about_tokenizer(tokenizer), **drawn}
+    run = BareRun(job, group, device, watcher)
+    with writing(job.output, run.comm, overwrite=job.overwrite, inputs=run.inputs, is_file=True) as staging:
+        with together(run.comm):
+            tokenizer = run.tokenizer
+        model = run.load()
+        with run.stage("write", "writing own words", "tokens") as progress:
+            how = job.asked_of(own_words)
+            words = own_words(model, job.samples, **how, tokenizer=tokenizer, group=run.comm, progress=progress)
+        with together(run.comm):
+            if run.comm.rank == 0:
+                drawn = {"seed": job.seed, "temperature": job.temperature, "top_k": job.top_k}
+                about = {"model": name_of_model(run.directory.path), **about_tokenizer(tokenizer), **drawn}
                 staging.write_bytes(words_content(words, about))
-    return Sampled(job.model, Path(job.output), len(words), job.sequence_length, seconds, peak_memory(comm))
+    memory = peak_memory(run.comm)
+    return Sampled(job.model, Path(job.output), len(words), job.sequence_length, run.seconds["write"], memory)
