@@ -23,7 +23,7 @@ LINES = {
     "oneshot": (1900, 1440),
     "patterns": (1446, 690),
     "pruning": (1421, 960),
-    "removal": (1516, 1160),
+    "removal": (1508, 1160),
     "scores": (376, 350),
     "selection": (483, 520),
     "shards": (1175, 1030),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -139,17 +140,8 @@ def choose_units(
         shards = [local_shard(name, model.get_parameter(name)) for name in dict.fromkeys(names)]
         agreed.found = Found(shards, has_blocks=True)
         tokens_together(model, batch_tokens)
-        plan = WalkPlan(
-            samples,
-            recipe,
-            readers.linears,
-            shards,
-            offload,
-            batch_tokens,
-            {*heads},
-            readers.skipped,
-            readers.healed,
-        )
+        blocks: dict[str, Any] = {"towards_own": {*heads}, "skipped": readers.skipped, "healed": readers.healed}
+        plan = WalkPlan(samples, recipe, readers.linears, shards, offload, batch_tokens, **blocks)
         agreed.facts = plan.facts | {
             "keep": repr(sorted(keep.items())),
             "layers": repr(None if layers is None else list(layers)),

@@ -54,12 +54,6 @@ def test_over_ranks_as_in_one_process(folder: Path) -> None:
         torch.testing.assert_close(other, logits)
 
 
-def test_kv_groups_leave_with_their_queries(folder: Path) -> None:
-    units, _, _, sizes, _ = shrink_on_rank(0, folder, 1, {"kv_groups": 0.5, "criterion": "activation"})
-    assert sizes == (4, 28, 2, 1)
-    assert all(len(index) == 1 for index in units.values())
-
-
 @pytest.mark.filterwarnings("ignore:.*has no one linear layer that could make up")
 @pytest.mark.parametrize("criterion", ["output", "usage"])
 def test_experts_leave_before_their_channels(criterion: Any) -> None:
