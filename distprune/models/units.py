@@ -200,23 +200,23 @@ def _heads(path: str, module: nn.Module, linears: Sequence[LinearLayer], kind: U
     if num_left or num_heads % num_kv or [m.num_out for m in makers] not in ([sum(rows)], rows):
         shapes = ", ".join(f"{name} {linear.num_in} to {linear.num_out}" for name, linear in by_name.items())
         raise refused(f"heads of {size} do not make up its projections ({shapes})")
-    own = {id(p) for linear in linears for p in linear.module.parameters(recurse=False)}
+    in_layers = {id(p) for linear in linears for p in linear.module.parameters(recurse=False)}
     for name, parameter in module.named_parameters():
         is_of_a_head = "." in name and set(parameter.shape) <= {1, size}  # a norm of queries or keys
-        if id(parameter) not in own and not is_of_a_head and name != _SINKS:
+        if id(parameter) not in in_layers and not is_of_a_head and name != _SINKS:
             raise refused(f"its {name!r} of shape {tuple(parameter.shape)} belongs to all heads")
-    of_kind = kind if num_kv < num_heads else "kv_groups"
-    num_units = num_heads if of_kind == "heads" else num_kv
+    is_heads = kind == "heads" and num_kv < num_heads
+    num_units = num_heads if is_heads else num_kv
     read = torch.arange(rows[0], device="cpu").view(num_units, -1)
     keys = torch.arange(rows[1], device="cpu").view(num_kv, -1)
-    index = [read, keys, keys] if of_kind == "kv_groups" else [read]
+    index = [read] if is_heads else [read, keys, keys]
     if len(makers) == 1:
         starts = (0, rows[0], rows[0] + rows[1])
         index = [torch.cat([start + part for start, part in zip(starts, index, strict=False)], dim=1)]
     cuts = [cut for maker, part in zip(makers, index, strict=False) for cut in _row_cuts(maker, part)]
     if getattr(module, _SINKS, None) is not None:
         cuts.append(Cut(f"{path}.{_SINKS}", 0, torch.arange(num_heads, device="cpu").view(num_units, -1)))
-    return _units(kind, path, num_kv if of_kind == "heads" else 1, cuts, reader, read)
+    return _units(kind, path, num_kv if is_heads else 1, cuts, reader, read)
 
 
 def _experts(block: nn.Module) -> Iterator[Units]:
@@ -233,11 +233,11 @@ def _experts(block: nn.Module) -> Iterator[Units]:
         if len(beside) != 1 or names == ("weight",):
             raise refused("its router is not known")
         (router,) = beside
-        of_router = {id(parameter) for parameter in router.parameters(recurse=False)}
+        router_parameters = {id(parameter) for parameter in router.parameters(recurse=False)}
         sliced = [name for name, p in module.named_parameters(path, recurse=False) if p.shape[0] == num]
         cuts = [Cut(name, 0, torch.arange(num, device="cpu")[:, None]) for name in sliced]
         for name, tensor in [*parent.named_parameters(parent_path), *parent.named_buffers(parent_path)]:
-            is_row = id(tensor) in of_router and tensor.shape[0] == num
+            is_row = id(tensor) in router_parameters and tensor.shape[0] == num
             if is_row or (tensor.numel() == num and not name.startswith(f"{path}.")):  # a correction of its scores
                 cuts.append(Cut(name, list(tensor.shape).index(num), torch.arange(num, device="cpu")[:, None]))
         num_groups = _number((router, parent), ("n_group", "num_group"), 1)

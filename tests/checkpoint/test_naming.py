@@ -117,11 +117,3 @@ def test_what_is_more_than_placed_is_refused(tmp_path: Path) -> None:
         assert re.search(
             "'model.llm.layers.0.mlp.experts.w13_weight' is stored in another form.*Interleave", str(error)
         )
-
-
-def test_one_weight_under_two_names(tmp_path: Path) -> None:
-    folder = make_model(tmp_path, "gpt2")
-    tensors = load_file(folder / "model.safetensors")
-    save_file({**tensors, "ln_f.weight": tensors["transformer.ln_f.weight"].clone()}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"twice, as 'ln_f.weight' and as 'transformer.ln_f.weight'"):
-        load_model(folder)
