@@ -67,16 +67,16 @@ class ADMM(Solver):
         inverse, scale, by_row = moments.prepared["inverse"], _scale_of(moments), pattern.by_row()
         keep: dict[str, torch.Tensor] = {}
         if by_row.is_by_row:
-            for name, of_layer in rows.items():
-                own, masks = by_row.of(of_layer.name), list[torch.Tensor]()
-                for (weight,) in row_parts(of_layer.weight):
+            for name, layer in rows.items():
+                its_pattern, masks = by_row.of(layer.name), list[torch.Tensor]()
+                for (weight,) in row_parts(layer.weight):
                     descent = _Descent(weight, inverse, scale)
                     for step in range(1, NUM_CLOSING + 1):
-                        descent.step(_keep(descent.sizes(), own, _closed(step)))
+                        descent.step(_keep(descent.sizes(), its_pattern, _closed(step)))
                     masks.append(descent.finish())
-                keep[name] = torch.cat([torch.empty_like(of_layer.weight[:0], dtype=torch.bool), *masks])
+                keep[name] = torch.cat([torch.empty_like(layer.weight[:0], dtype=torch.bool), *masks])
         else:
-            descents = {name: _Descent(of_layer.weight, inverse, scale) for name, of_layer in rows.items()}
+            descents = {name: _Descent(layer.weight, inverse, scale) for name, layer in rows.items()}
             for step in range(1, NUM_CLOSING + 1):
                 sizes = {name: descent.sizes().square_() for name, descent in descents.items()}
                 chosen = choose(sizes, _part_of(pattern, _closed(step)))

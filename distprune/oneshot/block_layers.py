@@ -37,7 +37,7 @@ def find_layers(blocks: Sequence[tuple[str, nn.Module]], pattern: Pattern) -> li
         ValueError: a block without linear layers, or with none that the pattern fits.
         NotImplementedError: experts that this library does not know.
     """
-    found: list[BlockLayers] = []
+    of_blocks: list[BlockLayers] = []
     holders: dict[int, str] = {}  # the layer that is pruned, by the identity of its parameter
     unusual: dict[str, list[str]] = {}
     for block_name, block in blocks:
@@ -66,9 +66,9 @@ def find_layers(blocks: Sequence[tuple[str, nn.Module]], pattern: Pattern) -> li
         for path, reason in dense.items():
             if reason in UNUSUAL:
                 unusual.setdefault(reason, []).append(f"{block_name}.{path}")
-        found.append(BlockLayers(fit, dense))
+        of_blocks.append(BlockLayers(fit, dense))
     _warn(unusual)
-    return found
+    return of_blocks
 
 
 def unreached(block_name: str, linears: Mapping[str, LinearLayer], moments: Sequence[Moments]) -> dict[str, str]:

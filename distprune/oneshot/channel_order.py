@@ -78,10 +78,10 @@ def permute_block(
     """
     name, block = walk.blocks[index]
     with together(comm):
-        found = find_channels(walk.model, block, linears, pattern.m)
-    if not found:
+        movable = find_channels(walk.model, block, linears, pattern.m)
+    if not movable:
         return
-    statistics = InputStatistics(comm, walk, {reader: linears[reader] for reader in found}, "squares")
+    statistics = InputStatistics(comm, walk, {reader: linears[reader] for reader in movable}, "squares")
     statistics.run(index)
     with naming(name):
         (moments,) = statistics.reduce()
@@ -90,8 +90,8 @@ def permute_block(
             (reader,) = m.names
             if m.num_tokens:
                 with whole_rows(ranks, {reader: linears[reader]}, owned, f"{name}.") as rows:
-                    order = channel_order(ranks, rows[reader], m.squares, found[reader], pattern.n, pattern.m)
-                move_channels(ranks, block, found[reader], order)
+                    order = channel_order(ranks, rows[reader], m.squares, movable[reader], pattern.n, pattern.m)
+                move_channels(ranks, block, movable[reader], order)
 
 
 def find_channels(model: nn.Module, block: nn.Module, readers: Collection[str], m: int) -> dict[str, MovableChannels]:
@@ -106,7 +106,7 @@ def find_channels(model: nn.Module, block: nn.Module, readers: Collection[str], 
     for kind in _KINDS:
         with suppress(NotImplementedError):  # they are not each other's like
             of_block += find_units(block, kind)
-    found = {}
+    by_reader = {}
     for units in of_block:
         channels = None if units.cuts[0].expert is not None else _movable(block, units)
         if channels is None or channels.reader not in readers:
@@ -114,8 +114,8 @@ def find_channels(model: nn.Module, block: nn.Module, readers: Collection[str], 
         length = channels.num_channels // channels.num_heads
         are_groups = length % m == 0 and length > m
         if are_groups and all(places[id(parameters.get(cut.parameter))] == 1 for cut in channels.cuts):
-            found[channels.reader] = channels
-    return found
+            by_reader[channels.reader] = channels
+    return by_reader
 
 
 def _movable(block: nn.Module, units: Units) -> MovableChannels | None:

@@ -99,7 +99,7 @@ def _reports(
         for name, word in zip(rows, words, strict=True):
             word.copy_(here.get(name, word))
 
-    found = {}
+    reports = {}
     totals = sum_together(comm, (len(rows), _NUM_FIGURES), fill, torch.float64).tolist()
     for (name, layer), (num_nans, is_spoiled, num_pruned, num_zeros, *others) in zip(rows.items(), totals, strict=True):
         if num_nans:
@@ -109,8 +109,8 @@ def _reports(
         error, output, damping = others
         relative_error = (max(error, 0.0) / output) ** 0.5 if output > 0 else None
         counts = layer.num_out * layer.weight.shape[1], int(num_pruned), int(num_zeros)
-        found[name] = LayerReport(layer.name, *counts, relative_error, damping or None, num_tokens[name])
-    return found
+        reports[name] = LayerReport(layer.name, *counts, relative_error, damping or None, num_tokens[name])
+    return reports
 
 
 @dataclass
@@ -133,15 +133,15 @@ class _Input:
 
     def sent(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Return the owner's ``tensors`` on every rank that has rows."""
-        comm, owner, found = self.comm, self.moments.owner, dict[str, torch.Tensor]()
+        comm, owner, received = self.comm, self.moments.owner, dict[str, torch.Tensor]()
         if comm.size == 1:
             return tensors
         device = next(iter(self.rows.values())).weight.device
         kinds = {name: [str(values.dtype).removeprefix("torch."), [*values.shape]] for name, values in tensors.items()}
         for name, (dtype, shape) in comm.broadcast(kinds, owner).items():
             empty = partial(torch.empty, shape, dtype=getattr(torch, dtype), device=device)
-            found[name] = broadcast_tensor(comm, tensors[name] if self.is_owner else empty(), owner)
-        return found
+            received[name] = broadcast_tensor(comm, tensors[name] if self.is_owner else empty(), owner)
+        return received
 
     def sum_gram(self) -> None:
         """Let the owner have W^T W over all ranks' rows, float64."""
@@ -179,17 +179,17 @@ class _Input:
     def _figures(self, name: str, solved: Solved, before: torch.Tensor) -> torch.Tensor:
         """Return what :func:`_reports` adds up of this rank's rows of a layer; replicas and factors count once."""
         rows, weight = self.rows[name], self.rows[name].weight
-        found = torch.zeros(_NUM_FIGURES, dtype=torch.float64, device=weight.device)
+        figures = torch.zeros(_NUM_FIGURES, dtype=torch.float64, device=weight.device)
         if rows.owned:
             error, output = solved.error, self.moments.squared_output(before)
             error = self.moments.squared_output(before.float().sub_(weight)) if error is None else error
             num_pruned, num_zeros = (weight.numel() - torch.count_nonzero(there) for there in (solved.keep, weight))
             numbers = sum(self.num_nans[name]), ~are_finite(weight), num_pruned, num_zeros, error, output
             for i, number in enumerate(numbers):
-                found[i] = number
+                figures[i] = number
         if self.is_owner:
-            found[-1] = solved.damping
-        return found
+            figures[-1] = solved.damping
+        return figures
 
     def _choose(
         self, values: Mapping[str, torch.Tensor], pattern: Pattern, score: Score = COMPUTED

@@ -80,7 +80,7 @@ class BlockReport:
     @property
     def unseen(self) -> tuple[str, ...]:
         """The layers that no token reached: pruned as if their inputs were white."""
-        return tuple(of_layer.name for of_layer in self.layers if of_layer.num_tokens == 0)
+        return tuple(layer.name for layer in self.layers if layer.num_tokens == 0)
 
     @override
     def __repr__(self) -> str:
@@ -88,7 +88,7 @@ class BlockReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON carries it."""
-        layers = [{**dataclasses.asdict(of_layer), "sparsity": of_layer.sparsity} for of_layer in self.layers]
+        layers = [{**dataclasses.asdict(layer), "sparsity": layer.sparsity} for layer in self.layers]
         return {**dataclasses.asdict(self), "layers": layers, "unseen": list(self.unseen)}
 
 
@@ -124,7 +124,7 @@ class OneShotReport(Totals):
     @property
     def layers(self) -> tuple[LayerReport, ...]:
         """All layers, in the order of the blocks."""
-        return tuple(of_layer for block in self.blocks for of_layer in block.layers)
+        return tuple(layer for block in self.blocks for layer in block.layers)
 
     @property
     @override

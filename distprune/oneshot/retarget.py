@@ -54,13 +54,13 @@ def retarget(rows: Mapping[str, Rows], way: Mapping[str, torch.Tensor], aim: Aim
 
     Weights that are 0 stay so. Arithmetic is float32.
     """
-    for name, of_layer in rows.items() if way else ():
+    for name, layer in rows.items() if way else ():
         if name not in way:
-            for (weight,) in row_parts(of_layer.weight):
+            for (weight,) in row_parts(layer.weight):
                 _move(weight, weight.float() @ way[_SHIFT], aim.share)
             continue
-        change = torch.cat([way[name][:0], *(way[name][start:stop] for start, stop in of_layer.runs)])
-        for weight, part in row_parts(of_layer.weight, change):
+        change = torch.cat([way[name][:0], *(way[name][start:stop] for start, stop in layer.runs)])
+        for weight, part in row_parts(layer.weight, change):
             _move(weight, part, aim.share)
 
 

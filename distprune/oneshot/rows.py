@@ -82,7 +82,7 @@ def whole_rows(
             does not know.
     """
     turned: dict[str, _Turned] = {}
-    found: dict[str, Rows] = {}
+    rows: dict[str, Rows] = {}
     for name, linear in linears.items():
         path = linear.parameter_path
         if path not in turned:
@@ -97,8 +97,8 @@ def whole_rows(
         if weight.numel() == 0:
             weight, runs = weight.new_empty((0, linear.num_in)), ()
         counts = owned[f"{prefix}{path}"] and weight.numel() > 0
-        found[name] = Rows(weight, runs, linear.num_out, counts, f"{prefix}{name}")
-    yield found
+        rows[name] = Rows(weight, runs, linear.num_out, counts, f"{prefix}{name}")
+    yield rows
     for linear in linears.values():
         if (last := turned.pop(linear.parameter_path, None)) is not None and last.moves:
             _turn_back(comm, linear, last)

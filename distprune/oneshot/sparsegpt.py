@@ -99,13 +99,13 @@ class _Sweep:
 
     def __init__(self, rows: Mapping[str, Rows], upper: torch.Tensor, dead: torch.Tensor) -> None:
         self._rows, self._upper = rows, upper
-        self.weight = torch.cat([of_layer.weight.t().float() for of_layer in rows.values()], dim=1).contiguous()
+        self.weight = torch.cat([layer.weight.t().float() for layer in rows.values()], dim=1).contiguous()
         self.weight.masked_fill_(dead[:, None], 0)
         self.stays = torch.empty_like(self.weight, dtype=torch.bool)
         self.part: dict[str, slice] = {}
-        for name, of_layer in rows.items():
+        for name, layer in rows.items():
             first = max((part.stop for part in self.part.values()), default=0)
-            self.part[name] = slice(first, first + len(of_layer.weight))
+            self.part[name] = slice(first, first + len(layer.weight))
 
     def sizes(self, start: int, stop: int, part: slice = slice(None)) -> torch.Tensor:
         """Return w^2 / [H^-1]_jj^2 of columns ``start`` to ``stop`` of rows ``part``, (rows, columns)."""
@@ -114,7 +114,7 @@ class _Sweep:
 
     def keep_by_row(self, pattern: Pattern) -> Callable[[int, int], torch.Tensor]:
         """Return what tells, of some columns, (rows, columns), what stays by the layers' own patterns."""
-        own = [pattern.of(of_layer.name) for of_layer in self._rows.values()]
+        own = [pattern.of(layer.name) for layer in self._rows.values()]
 
         def keep(start: int, stop: int) -> torch.Tensor:
             if all(other == own[0] for other in own):
