@@ -87,20 +87,17 @@ class MaskedTraining:
         batch: it runs its part of it. Communicates what FSDP2 does. What it raises it raises at once, on its rank: the
         others may be in one of FSDP2's collectives, where they can be told only that the rank has ended.
         """
-        with out_of_step() if self._comm.size > 1 else nullcontext():
-            return self._backward(batch)
-
-    def _backward(self, batch: torch.Tensor) -> tuple[float, float]:
         rank, num_ranks = self._comm.rank, self._comm.size
-        mine = batch[rank::num_ranks]
-        # A rank without a window keeps the others company: a sharded forward needs every rank.
-        share = num_ranks / batch[:, 1:].numel() if len(mine) else 0.0
-        windows = (mine if len(mine) else batch[:1]).to(local_of(self._trained[0]).device)
-        with evaluating(self.model):
-            loss = self._loss(windows) * share  # FSDP2 divides gradients by the number of ranks
-            loss.backward()  # type: ignore[no-untyped-call]
-        norm = torch.nn.utils.get_total_norm(self._gradients())
-        return float(loss.detach()) / num_ranks, float(norm) ** 2
+        with out_of_step() if num_ranks > 1 else nullcontext():
+            mine = batch[rank::num_ranks]
+            # A rank without a window keeps the others company: a sharded forward needs every rank.
+            share = num_ranks / batch[:, 1:].numel() if len(mine) else 0.0
+            windows = (mine if len(mine) else batch[:1]).to(local_of(self._trained[0]).device)
+            with evaluating(self.model):
+                loss = self._loss(windows) * share  # FSDP2 divides gradients by the number of ranks
+                loss.backward()  # type: ignore[no-untyped-call]
+            norm = torch.nn.utils.get_total_norm(self._gradients())
+            return float(loss.detach()) / num_ranks, float(norm) ** 2
 
     def _loss(self, windows: torch.Tensor) -> torch.Tensor:
         """Return the sum over tokens."""

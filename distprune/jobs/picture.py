@@ -59,14 +59,12 @@ def picture(report: JobReport[Work]) -> bytes:
 
 def errors_by_kind(blocks: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, float | None]]:
     """Return the mean relative error of every kind of layer, by the number of the block."""
-    kinds: dict[str, dict[int, float | None]] = {}
+    kinds: dict[str, dict[int, list[Mapping[str, Any]]]] = {}
     for block in blocks:
-        layers: dict[str, list[Mapping[str, Any]]] = {}
         for layer in block["layers"]:
-            layers.setdefault(kind_of(str(layer["name"]).removeprefix(f"{block['name']}.")), []).append(layer)
-        for kind, some in layers.items():
-            kinds.setdefault(kind, {})[int(block["index"])] = mean_error(some)
-    return kinds
+            kind = kind_of(str(layer["name"]).removeprefix(f"{block['name']}."))
+            kinds.setdefault(kind, {}).setdefault(int(block["index"]), []).append(layer)
+    return {kind: {i: mean_error(layers) for i, layers in by_block.items()} for kind, by_block in kinds.items()}
 
 
 def kind_of(name: str) -> str:
