@@ -114,13 +114,13 @@ def unwrapped(optimizer: object) -> list[Optimizer]:
         return [*unwrapped(inner), *([optimizer] if _runs_hooks(optimizer) else [])]
     several = getattr(optimizer, "optimizers", None) or getattr(optimizer, "optimizer_dict", None)
     if isinstance(several, list | tuple | dict) and several:
-        return [one for each in _values(several) for one in unwrapped(each)]
+        return [one for part in _values(several) for one in unwrapped(part)]
     if isinstance(optimizer, Optimizer):
         return [optimizer]
     if isinstance(optimizer, Iterable) and not isinstance(optimizer, str | torch.Tensor):
-        found = [one for each in _values(optimizer) for one in unwrapped(each)]
-        if found:
-            return found
+        listed = [one for part in _values(optimizer) for one in unwrapped(part)]
+        if listed:
+            return listed
     raise TypeError(f"expected a torch.optim.Optimizer, or several, not {_shown(optimizer)}")
 
 
@@ -144,8 +144,8 @@ def _covers(inner: Optimizer, optimizer: object) -> bool:
     """Return whether ``inner`` steps all that ``optimizer`` does: not with ZeRO, where other ranks step the rest."""
     if not isinstance(optimizer, Optimizer):
         return True
-    own = {id(parameter) for parameter in parameters_of(inner)}
-    return all(id(parameter) in own for parameter in parameters_of(optimizer))
+    covered = {id(parameter) for parameter in parameters_of(inner)}
+    return all(id(parameter) in covered for parameter in parameters_of(optimizer))
 
 
 def _runs_hooks(optimizer: object) -> TypeGuard[Optimizer]:

@@ -138,9 +138,9 @@ def regrow(
     def to_grow() -> list[LocalScores]:
         evidence: list[dict[str, torch.Tensor]] = [{"left": of_left} for of_left in left]
         if by == "gradient":
-            for own, gradient in zip(evidence, gradients_there(weights.model, shards), strict=True):
-                own["gradient"] = gradient
-        return [LocalScores(s, score, own, kept) for s, own, kept in zip(shards, evidence, were_kept, strict=True)]
+            for given, gradient in zip(evidence, gradients_there(weights.model, shards), strict=True):
+                given["gradient"] = gradient
+        return [LocalScores(s, score, given, kept) for s, given, kept in zip(shards, evidence, were_kept, strict=True)]
 
     ranked = Ranked(comm, agreed.roster, score, to_grow, of_left=True, regrows=True)
     kept, counts = choose_masks(ranked, ranked.choose(growing))

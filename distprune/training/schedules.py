@@ -147,4 +147,4 @@ def erk_of_shapes(shapes: Mapping[str, Sequence[int]], sparsity: float) -> dict[
         full = {name for name in left if raw[name] * scale > 1}
         if not full:
             return {name: 0.0 if name in whole else 1 - raw[name] * scale for name in shapes}
-        whole |= {name for name in full if raw[name] == max(raw[each] for each in full)}
+        whole |= {name for name in full if raw[name] == max(raw[other] for other in full)}

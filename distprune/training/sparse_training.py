@@ -247,7 +247,7 @@ class SparseTraining:
         report = prune_requested(self._comm, request)
         self.hold.begin(trusts_signs=False)
         self._level = levels
-        self.sparsities = {each.name: each.sparsity for each in report.parameters}
+        self.sparsities = {parameter.name: parameter.sparsity for parameter in report.parameters}
         self.updates.append(Update(step, report.num_zeros, report.num_elements))
 
     def _add_movement(self) -> None:

@@ -125,7 +125,7 @@ class StraightThrough(OnSteps):
             moves.copy_(torch.tensor(check_moves(self._optimizers, shards), dtype=torch.int64, device="cpu"))
 
         moves = max_together(self._comm, (len(self._optimizers),), prepare).tolist()
-        self._optimizers = [each for each, moves_some in zip(self._optimizers, moves, strict=True) if moves_some]
+        self._optimizers = [one for one, moves_some in zip(self._optimizers, moves, strict=True) if moves_some]
         self._attach()
         self._set_aside(shards, masks)  # from here on no rank can fail
 
@@ -289,10 +289,10 @@ class StraightThrough(OnSteps):
 def _that_step(optimizer: Optimizers) -> list[Optimizer]:
     """Return the optimizers that step weights, or raise: wrappers that write weights themselves. Local."""
     optimizers = unwrapped(optimizer)
-    for each in optimizers:
-        if inside(each) is not None:
+    for one in optimizers:
+        if inside(one) is not None:
             raise NotImplementedError(
-                f"{type(each).__name__} wraps an optimizer and writes weights of its own, which would not be the "
+                f"{type(one).__name__} wraps an optimizer and writes weights of its own, which would not be the "
                 "latent ones; pass the optimizer inside, and do without the wrapper"
             )
     return optimizers
@@ -324,6 +324,6 @@ def _layout_of(shards: Sequence[LocalShard]) -> dict[str, object]:
 
 def _add(gradient: torch.Tensor, values: torch.Tensor, factor: float | torch.Tensor) -> None:
     """Add ``values`` times ``factor``, rounded before the sum, so that no layout has a fused sum. Chunk by chunk."""
-    gradient, values = (each[None] if each.ndim == 0 else each for each in (gradient, values))
+    gradient, values = (tensor[None] if tensor.ndim == 0 else tensor for tensor in (gradient, values))
     for into, some in row_chunks(gradient, values):
         into.add_(some * factor)
