@@ -249,6 +249,6 @@ def _memory_line(error: BaseException, stage: str, job: jobs.BareJob) -> str:
         ways.append("--dtype bfloat16")
     if type(job) is jobs.PruneJob and not job.evaluate_on and not job.tasks:
         ways.append("--streamed, which does not load the model")
-    said = (str(error).splitlines() or [repr(error)])[0]
-    said = ". ".join([said, *getattr(error, "__notes__", [])[:1]])  # an estimate; the other is of Python's ways out
+    notes = [note for note in getattr(error, "__notes__", []) if "\n" not in note]  # no traceback of another rank
+    said = ". ".join([(str(error).splitlines() or [repr(error)])[0], *notes[:1]])  # an estimate
     return f"out of memory while {stage}: {said}. Ways out: {', '.join([*ways, 'more ranks'])}"

@@ -206,11 +206,11 @@ class Run(BareRun):
                 _check_same(folder, before, recipe, resume)
             elif comm.rank == 0:
                 _make_folder(folder, recipe)
+            self.files = JobFiles(comm, folder, records, sync=sync)
         if resume and not records:
             self.reporter.say("nothing was recorded yet: starting at the beginning")
         with together(comm):
             check_shared(folder / RESULT_NAME)
-        self.files = JobFiles(comm, folder, records, sync=sync)
         return self.files
 
     def keep_or_remove(self, error: BaseException) -> None:

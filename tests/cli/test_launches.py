@@ -110,7 +110,7 @@ def test_torchrun_ends_all_and_nothing_is_left(tmp_path: Path, model_folder: Pat
     started = subprocess.Popen([*TORCHRUN, *line], env=environment(), stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + SECONDS
-        while not list(folder.glob(".out.partial-*")):
+        while not list(folder.glob(".out.unfinished")):
             assert time.monotonic() < deadline
             time.sleep(0.02)
         workers = psutil.Process(started.pid).children()

@@ -54,7 +54,7 @@ class Pair:
 
     def is_under_way(self) -> None:
         deadline = time.monotonic() + SECONDS
-        while not list(self.outputs.glob(".out.partial-*/")):
+        while not list(self.outputs.glob(".out.unfinished/")):
             assert time.monotonic() < deadline, self.said(0) + self.said(1)
             time.sleep(0.02)
 

@@ -50,7 +50,8 @@ def test_what_no_check_raised_gets_a_traceback(
 
 
 def be_rank_with_a_bug(variables: dict[str, str], arguments: list[str], log: str) -> None:
-    pytest.MonkeyPatch().setattr("distprune.jobs.run.check_output", lambda *_, **__: list(zip([1], [], strict=True)))
+    patch = pytest.MonkeyPatch()
+    patch.setattr("distprune.jobs.options.check_output", lambda *_, **__: list(zip([1], [], strict=True)))
     be_rank(variables, arguments, log)
 
 
