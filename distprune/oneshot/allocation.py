@@ -19,7 +19,7 @@ from torch import nn
 from distprune.calibration.own_words import samples_of
 from distprune.calibration.sensitivity import Sensitivity, measure_sensitivities, sums_of_all
 from distprune.calibration.token_ids import TokenIds
-from distprune.collectives.agree import max_together
+from distprune.collectives.agree import max_together, together
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Group, communicator
 from distprune.models.decoder_blocks import decoder_blocks
@@ -70,7 +70,7 @@ def allocate(
 
     Every rank of ``group`` must call it, with equal arguments; all come to the same shares, and N ranks to those of
     one but for rounding. The model is left as it was. In memory beyond its shards: the hidden states of one batch
-    between blocks, the activations of one block, which a backward pass needs, and 16 KiB a layer. Rounds: 6 (4 more
+    between blocks, the activations of one block, which a backward pass needs, and 16 KiB a layer. Rounds: 7 (4 more
     where ranks hold different parameters), and one for each 8 MiB of 8 bytes for each input and output of a layer, and
     of 16 KiB a layer.
 
@@ -93,29 +93,30 @@ def allocate(
             raise ValueError(f"{max_difference=} is not between 0 and 1")
         agreed.found = Found(plan.shards, has_blocks=True)
         agreed.facts = {**plan.facts, "max_difference": repr(max_difference)}
-    shards = agreed.shards()
-    check_parts(comm, agreed.roster, lambda: shards)
+    shards = {shard.name: shard for shard in agreed.shards()}
+    check_parts(comm, agreed.roster, lambda: list(shards.values()))
     linears = {
         f"{block}.{layer}": linear
         for (block, _), of_block in zip(decoder_blocks(model), plan.linears, strict=True)
         for layer, linear in of_block.linears.items()
     }
     found = measure_sensitivities(comm, model, linears, plan.samples, progress, batch_tokens)
-    by_path = {shard.name: shard for shard in shards}
     layers = [
-        _Layer(by_path[name.removesuffix(linear.name) + linear.parameter_path], linear, found[name])
+        _Layer(shards[name.removesuffix(linear.name) + linear.parameter_path], linear, found[name])
         for name, linear in linears.items()
     ]
-    num_out = [linear.num_out for linear in linears.values()]
-    bounds = [
-        _bounds(linear.num_in, sparsity, max_difference if found[name].inputs.any() else 0.0)
-        for name, linear in linears.items()
-    ]
-    of_layers = [(low * rows, high * rows) for (low, high), rows in zip(bounds, num_out, strict=True)]
-    budget = round(sparsity * sum(linear.num_out * linear.num_in for linear in linears.values()))
-    counts = below_one_threshold(_histograms(comm, layers), of_layers, budget)
-    pruned = whole_rows_of(counts, num_out, bounds, budget)
-    return {name: num / linear.num_in for (name, linear), num in zip(linears.items(), pruned, strict=True)}
+    histograms = _histograms(comm, layers)
+    with together(comm):
+        num_out = [linear.num_out for linear in linears.values()]
+        bounds = [
+            _bounds(linear.num_in, sparsity, max_difference if found[name].inputs.any() else 0.0)
+            for name, linear in linears.items()
+        ]
+        of_layers = [(low * rows, high * rows) for (low, high), rows in zip(bounds, num_out, strict=True)]
+        budget = round(sparsity * sum(linear.num_out * linear.num_in for linear in linears.values()))
+        counts = below_one_threshold(torch.stack(histograms), of_layers, budget)
+        pruned = whole_rows_of(counts, num_out, bounds, budget)
+        return {name: num / linear.num_in for (name, linear), num in zip(linears.items(), pruned, strict=True)}
 
 
 def _bounds(num_in: int, sparsity: float, max_difference: float) -> Bounds:
@@ -151,8 +152,7 @@ def below_one_threshold(histograms: torch.Tensor, bounds: Sequence[Bounds], budg
     for _ in range(_NUM_HALVINGS):
         threshold = (low + high) / 2
         low, high = (threshold, high) if counts(threshold).sum() < budget else (low, threshold)
-    of_layers: list[float] = counts(high).tolist()
-    return of_layers
+    return list(counts(high).tolist())
 
 
 def whole_rows_of(counts: Sequence[float], num_out: Sequence[int], bounds: Sequence[Bounds], budget: int) -> list[int]:
@@ -219,8 +219,8 @@ class _Layer:
 
 
 @own_settings()
-def _histograms(comm: Communicator, layers: Sequence[_Layer]) -> torch.Tensor:
-    """Return for each layer how many of its weights have which score, (layers, bins) float64: bins are those of all.
+def _histograms(comm: Communicator, layers: Sequence[_Layer]) -> list[torch.Tensor]:
+    """Return for each layer how many of its weights have which score, (bins,) float64: bins are those of all.
 
     Every rank must call it: a round of 8 bytes, and those of ``sums_of_all``, of 16 KiB a layer.
     """
@@ -230,4 +230,4 @@ def _histograms(comm: Communicator, layers: Sequence[_Layer]) -> torch.Tensor:
 
     most = float(max_together(comm, (1,), fill_most, torch.float64))
     highest = math.log2(most) if most > 0 else 0.0
-    return torch.stack(sums_of_all(comm, [_NUM_BINS] * len(layers), lambda number: layers[number].histogram(highest)))
+    return sums_of_all(comm, [_NUM_BINS] * len(layers), lambda number: layers[number].histogram(highest))
