@@ -21,7 +21,7 @@ LINES = {
     "masks": (487, 470),
     "models": (887, 690),
     "oneshot": (1900, 1440),
-    "patterns": (1446, 690),
+    "patterns": (1443, 690),
     "pruning": (1421, 960),
     "removal": (1508, 1160),
     "scores": (376, 350),

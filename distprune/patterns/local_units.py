@@ -94,18 +94,19 @@ class UnitBox:
     where: slice | torch.Tensor
     dims: tuple[Bands, ...]
 
-    @property
-    def _shape(self) -> list[int]:
-        """The shape of the elements: two dims, bands and what is within, for each of even bands."""
-        shapes = ((bands.num, bands.size) if bands.band_of is None else (len(bands.band_of),) for bands in self.dims)
-        return [number for shape in shapes for number in shape]
+    def _shape(self, *, of_units: bool = False) -> list[int]:
+        """Return the shape of the elements, with two dims, bands and what is within, for even ones; or of the units."""
+        shape = []
+        for bands in self.dims:
+            shape += [bands.num, 1 if of_units else bands.size] if bands.band_of is None else [len(bands.band_of)]
+        return shape
 
     def sums(self, values: torch.Tensor, offset: int = 0) -> torch.Tensor:
         """Return the sums by unit of ``values`` of the elements, each less ``offset``: int64, which wrap."""
         num = math.prod([bands.size for bands in self.dims])
         if any(bands.band_of is not None for bands in self.dims):
             values, num = values.to(torch.int64) - offset, 0
-        sums = values.view(self._shape)
+        sums = values.view(self._shape())
         for dim, bands in enumerate(self.dims):  # the first before the last: by far the faster way
             if bands.band_of is None:
                 sums = sums.sum(dim + 1) if bands.size > 1 else sums.squeeze(dim + 1)
@@ -118,19 +119,15 @@ class UnitBox:
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
         """Return the largest of ``values`` by unit, whose bands are even."""
-        return values.view(self._shape).amax([2 * dim + 1 for dim in range(len(self.dims))]).view(-1)
+        return values.view(self._shape()).amax([2 * dim + 1 for dim in range(len(self.dims))]).view(-1)
 
     def spread(self, stays: torch.Tensor, out: torch.Tensor) -> None:
         """Write what ``stays`` of the units, bool, into ``out``, of the elements."""
-        stays, dim = stays.view([bands.num for bands in self.dims]), 0
-        for bands in self.dims:
-            if bands.band_of is None:
-                stays, dim = stays.unsqueeze(dim + 1), dim + 2
-            else:
+        stays = stays.view([bands.num for bands in self.dims])
+        for dim, bands in enumerate(self.dims):
+            if bands.band_of is not None:
                 stays = stays.index_select(dim, sent(torch.from_numpy(bands.band_of), out.device))
-                dim += 1
-        out = out.view(self._shape)
-        out.copy_(stays.expand_as(out))
+        out.view(self._shape()).copy_(stays.view(self._shape(of_units=True)))
 
 
 class BlockUnits:
