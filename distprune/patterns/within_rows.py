@@ -242,11 +242,11 @@ class _UnitRules:
             kernel = self._rules[each.shard.name][0].kernel(each.shard.as_matrix())
             if kernel is not None and self.of(each).is_dense:
                 known[i] = kernel
-        own = [scores[i] for i in known]
-        keys = keys_of_weights(self._ranked, own, [self._rules[each.shard.name][1] for each in own])
+        dense = [scores[i] for i in known]
+        keys = keys_of_weights(self._ranked, dense, [self._rules[each.shard.name][1] for each in dense])
         if keys is None or keys.marked in ("masked", "left"):  # the numbers of rows and groups differ
             return {}
-        return dict(zip(known, write_masks(own, [*known.values()], keys, [outs[i] for i in known]), strict=True))
+        return dict(zip(known, write_masks(dense, [*known.values()], keys, [outs[i] for i in known]), strict=True))
 
 
 def _num_true(flags: torch.Tensor) -> Any:
