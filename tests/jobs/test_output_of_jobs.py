@@ -58,13 +58,6 @@ def test_sub_folders_come_along(make: Callable[[str], Any], kind: str, monkeypat
     assert [path.name for path in output.parent.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("kind", RESUMABLE)
-def test_interrupted_it_says_how_to_go_on(make: Callable[[str], Any], kind: str) -> None:
-    job, heard = make(kind), Heard()
-    kill(job, heard)
-    assert heard.said[-1] == goes_on(job)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_output_that_another_job_has_filled_is_seen_before_the_work(
     make: Callable[[str], Any], kind: str, monkeypatch: pytest.MonkeyPatch
@@ -155,7 +148,8 @@ def test_an_error_that_the_input_is_not_at_fault_for_keeps_what_is_done(
 ) -> None:
     job = make(kind)
     if goes_on_then:
-        kill(job)
+        kill(job, heard := Heard())
+        assert heard.said[-1] == goes_on(job)
     again = dataclasses.replace(job, resume=True)
 
     def lacks_memory(*_: object, **__: object) -> None:
