@@ -116,7 +116,7 @@ def test_overflow_and_nan_are_said_as_they_are() -> None:
     [
         *(
             (num, length, r"make no window of sequence_length=.*two tokens")
-            for num, length in ((5, 6), (0, 6), (60, 1))
+            for num, length in ((5, 6), (0, 6), (60, 1), (60, 0))
         ),
         (60, 7, "sequences of 7 tokens are longer than the model's 6 positions"),
     ],
@@ -124,6 +124,7 @@ def test_overflow_and_nan_are_said_as_they_are() -> None:
 def test_windows_that_are_none(num_tokens: int, length: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         perplexity(Bigram(positions=6), make_tokens(num_tokens), sequence_length=length)
+    assert perplexity(Bigram(positions=6), make_tokens(60), sequence_length=6) > 1
     with pytest.raises(ValueError, match="outside the model's vocabulary of 11"):
         perplexity(Bigram(positions=6), torch.tensor([1, 2, VOCABULARY]), sequence_length=3)
 
