@@ -16,8 +16,8 @@ from distprune.checkpoint.hf_load import build_on_meta
 from distprune.collectives.agree import together
 from distprune.formatting import one_line
 from distprune.jobs.block_files import BlockFiles
-from distprune.jobs.calibrated import CalibratedJob
 from distprune.jobs.options import METHOD, PLAN, RUNNING, PruningJob, ask, asked, parse_amount
+from distprune.jobs.own_words import CalibratedJob
 from distprune.jobs.report import JobReport, PrunedBlocks
 from distprune.jobs.run import Device, Run, open_job
 from distprune.jobs.watcher import Watcher

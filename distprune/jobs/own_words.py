@@ -1,4 +1,4 @@
-"""The windows that a job calibrates with: of a text, written by its model, or both; and the file of written ones.
+"""The windows that a job calibrates with, of a text or written by its model; what it is asked for; their file.
 
 What the model wrote lies beside what else an unfinished job has done: a job that goes on has the same. The file is
 safetensors, with what the windows were written with in its metadata.
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from distprune.calibration.data import check_fit, token_digest
 from distprune.calibration.own_words import SELF, own_words
@@ -23,8 +24,9 @@ from distprune.checkpoint.disk import write_whole
 from distprune.checkpoint.hf_directory import new_digest
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.collectives.agree import agree, together
-from distprune.jobs.options import MOST, ask
+from distprune.jobs.options import CALIBRATION, METHOD, MOST, RUNNING, Job, ask, asked
 from distprune.jobs.run import JobFiles, Run
+from distprune.oneshot.recipe import TargetsOf
 from distprune.version import __version__
 
 OWN_WORDS = 96  # windows beside those of a text, of a method that has them by default
@@ -113,8 +115,8 @@ class Windows:
                 own = read_words(path)[0]
         elif own is None and num_own:
             with run.stage("write words", "writing own words", "tokens") as progress:
-                asked = {"tokenizer": run.tokenizer, "prompts": self.prompts, "seed": run.job.seed}
-                own = own_words(model, num_own, self.length, **asked, group=run.comm, progress=progress)
+                how = {"tokenizer": run.tokenizer, "prompts": self.prompts, "seed": run.job.seed}
+                own = own_words(model, num_own, self.length, **how, group=run.comm, progress=progress)
             with together(run.comm):
                 if run.comm.rank == 0:
                     write_whole(path, words_content(own, {}), sync=files.sync)
@@ -159,6 +161,71 @@ def load_windows(
         run.read |= read
     agree(run.comm, read)
     return Windows(counts, length, text, prompts, own)
+
+
+def parse_samples(text: str) -> int | None:
+    """Return how many windows are meant; ``None``: all."""
+    return None if text == "all" else int(text)
+
+
+@asked
+class CalibratedJob(Job):
+    """What a job that walks through the blocks with windows of tokens is asked for beside that.
+
+    Args:
+        calibration: Text or JSON-lines file. Work block by block, with the inputs this text gives each layer. self: the
+            model writes the text.
+        samples: Windows of the text, drawn by --seed; without a text, windows that the model writes.
+        sequence_length: Tokens in each.
+        own_words: Windows that the model writes beside those of the text: a third continue pieces of the text, the
+            others begin as documents of many kinds do, and as chats (96 with admm and shrink, else none). Or a file
+            that distprune sample has written: all windows in it.
+        targets: Aim at each layer's own output, or at the dense model's (the default of admm and of obs).
+        target_share: How much of the way to the dense model's output (half of it).
+        offload: Keep activations on the CPU between blocks.
+        batch_tokens: Tokens that run together, or one window (8192; of wide models on the CPU fewer).
+    """
+
+    calibration: str = ask(default=SELF, is_file=True, metavar="PATH|self", panel=CALIBRATION)
+    samples: int | None = ask(default=128, parse=parse_samples, metavar="N|all", least=1, most=MOST, panel=CALIBRATION)
+    sequence_length: int = ask(default=2048, least=1, most=MOST, panel=CALIBRATION)
+    own_words: int | str | None = ask_words(CALIBRATION)
+    targets: TargetsOf | None = ask(default=None, panel=METHOD)
+    target_share: float | None = ask(default=None, above=0, most=1, panel=METHOD)
+    offload: bool = ask(default=False, decides=False, panel=RUNNING)
+    batch_tokens: int | None = ask(default=None, least=1, most=MOST, decides=False, panel=RUNNING)
+
+    @override
+    def check_asked(self) -> None:
+        super().check_asked()
+        if self.calibration == SELF and isinstance(self.own_words, int):
+            raise ValueError(
+                f"own_words={self.own_words} (--own-words) is beside a text; with calibration={SELF!r} the model "
+                "writes all windows, and samples (--samples) says how many"
+            )
+        words = self.own_words_or_default()
+        if not isinstance(words, str):
+            counts = counts_of(self.calibration, self.samples, words, num_text=self.samples or 1, num_in_file=None)
+            if self.sequence_length < 2 and counts.total > counts.text:
+                raise ValueError(
+                    "sequence_length=1 (--sequence-length 1) leaves nothing to write; take windows of a text, and "
+                    "own_words=0 (--own-words 0)"
+                )
+
+    def own_words_or_default(self) -> int | str | None:
+        """Return what is to stand in ``own_words``; ``None``: as :func:`counts_of` says. Local."""
+        return self.own_words
+
+    def windows(self, run: Run, model: nn.Module) -> Windows:
+        """Return what is there of the windows, and note what was read. Every rank: as :func:`load_windows`."""
+        return load_windows(
+            run,
+            model,
+            calibration=self.calibration,
+            num_samples=self.samples,
+            words=self.own_words_or_default(),
+            length=self.sequence_length,
+        )
 
 
 def _fitting(path: str, model: nn.Module, tokenizer: Any, length: int) -> torch.Tensor:

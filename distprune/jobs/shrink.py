@@ -11,8 +11,8 @@ from typing_extensions import override
 
 from distprune.collectives.agree import together
 from distprune.jobs.block_files import BlockFiles
-from distprune.jobs.calibrated import CalibratedJob
 from distprune.jobs.options import METHOD, SIZES, ask, asked, parse_amount, parse_size
+from distprune.jobs.own_words import CalibratedJob
 from distprune.jobs.report import JobReport, SmallerModel
 from distprune.jobs.run import Device, open_job
 from distprune.jobs.watcher import Watcher
