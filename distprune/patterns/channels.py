@@ -116,7 +116,7 @@ class Channels(Pattern):
                 table[:, torch.from_numpy(firsts[i] + units_of(scores).numbers)] = part
             return table
 
-        plan: list[tuple[Reduce, slice]] = [(sum_together, slice(0, len(empty_table(score, 0, grid))))]
+        plan: list[tuple[Reduce, slice]] = [(sum_together, slice(0, 1 if grid is None else 2 + grid.is_odd))]
         if score.combined_by != "sum":
             plan = [(sum_together, slice(NUM_GONE, SUM)), (max_together, slice(SUM, NUM_INFINITE))]
         messages = []

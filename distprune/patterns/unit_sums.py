@@ -46,7 +46,7 @@ class Grid:
 
 def empty_table(score: Score, num: int, grid: Grid | None, device: torch.device | str = "cpu") -> torch.Tensor:
     """Return the table of ``num`` units to which nothing was added yet. Without a ``grid`` it counts what is gone."""
-    num_rows = 1 if grid is None else 3 if grid.is_odd else 2
+    num_rows = 1 if grid is None else 2 + grid.is_odd
     table = torch.zeros((num_rows, num), dtype=torch.int64, device=device)
     if score.combined_by != "sum":
         table[SUM:] = VALUES.first

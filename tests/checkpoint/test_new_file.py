@@ -106,7 +106,7 @@ MISHAPS: dict[str, tuple[Callable[[Path], Path], bool, type[Exception], str]] = 
 def test_a_file_that_must_not_be_written(
     writer: str, mishap: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distprune.jobs.sample.load_model", lambda *_, **__: pytest.fail("the model is read before"))
+    monkeypatch.setattr("distprune.jobs.run.load_model", lambda *_, **__: pytest.fail("the model is read before"))
     make, overwrite, error, message = MISHAPS[mishap]
     path = make(tmp_path)
     before = content(tmp_path)
@@ -150,7 +150,7 @@ def test_a_file_is_replaced_only_when_asked_and_leftovers_go(writer: str, model:
 
 
 def test_one_at_a_time(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distprune.jobs.sample.load_model", lambda *_, **__: pytest.fail("the model is read before"))
+    monkeypatch.setattr("distprune.jobs.run.load_model", lambda *_, **__: pytest.fail("the model is read before"))
     with locking(communicator(), tmp_path / NAME), pytest.raises(OSError, match="is being written by process"):
         sample(model, tmp_path / NAME, True)
 
