@@ -319,7 +319,7 @@ def compute_buffers(model: Any) -> None:
             owner, _, attribute = name.rpartition(".")
             filled = torch.full_like(model.get_buffer(name), value, device="cpu")
             model.get_submodule(owner).register_buffer(attribute, filled, persistent=False)
-        with own_settings(), torch.device("cpu"):
+        with _building, own_settings(), torch.device("cpu"):
             model.initialize_weights()
         for name in names:
             computed[name].append(model.get_buffer(name).clone().reshape(-1).view(torch.uint8))

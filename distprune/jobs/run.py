@@ -225,7 +225,7 @@ class Run(BareRun):
         if files.known(STATE) is not None if is_input else files.records:
             if "resume=" not in str(error):
                 self.reporter.say(f"what is done is kept in {files.folder}; resume=True (--resume) goes on with it")
-        elif isinstance(error, Exception) and self.comm.rank == 0:
+        elif self.comm.rank == 0:
             remove_tree(files.folder)
 
     def save(self, model: nn.Module, folder: Path, *, layers: Sequence[int] | None = None) -> None:

@@ -214,8 +214,8 @@ class _Layer:
     def most(self) -> torch.Tensor:
         """Return what no score of this rank's weights is above."""
         weights, root = self.factors()[0], float((self.found.inputs.max() * self.found.outputs.max()).sqrt())
-        largest: torch.Tensor = torch.linalg.vector_norm(weights.flatten(), torch.inf, dtype=torch.float32)
-        return largest * root
+        extremes = torch.aminmax(weights) if weights.numel() else weights.new_zeros(2)  # of experts of other ranks
+        return torch.stack([*extremes]).abs().amax().float() * root
 
 
 @own_settings()

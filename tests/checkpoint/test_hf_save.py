@@ -46,7 +46,7 @@ def save_on_rank(_: int, folder: Path, target: Path, mesh_shape: tuple[int, ...]
 )
 @pytest.mark.sampled(1)
 def test_bytes_do_not_depend_on_the_layout(tmp_path: Path, architecture: str, dtype: torch.dtype) -> None:
-    folder = make_model(tmp_path / "model", architecture, dtype=dtype, max_shard_size="20KB")
+    folder = make_model(tmp_path / "model", architecture, dtype=dtype, max_shard_size="10KB")
     written, target = dict[str, dict[str, torch.Tensor]](), folder
     for prune in (True, False):
         seen = []
