@@ -26,5 +26,5 @@ nitpick_ignore_regex = [
         "py:class",
         r"(torch|nn|torch_prune|numpy|collections|pathlib)\..*|Path|DeviceMesh",
     ),  # no inventory of theirs is at hand offline
-    ("py:class", r"(distprune\.[a-z_]+\.[\w.]+|optional|ShrinkHooks)"),  # modules of ours below the public names
+    ("py:class", r"(distprune\.[a-z_]+\.[\w.]+|optional|ShrinkHooks|NamedWeights|Optimizer)"),  # below the public names
 ]
