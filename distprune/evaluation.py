@@ -121,8 +121,8 @@ def log_likelihoods(
     ranks, of which those that need each other to run one (a tensor-parallel group) run the same; where batches do not
     divide evenly the last round is filled with a forward that does not count, because the forward of a sharded model
     needs every rank. The model is run in evaluation mode and left as it was, to the bit. Every rank of ``group`` must
-    call it, with the same continuations. Rounds beyond the model's own: one of 64 bytes, two of 8 for each rank of
-    a tensor-parallel group, those of :func:`in_step`, and one of 16 bytes for each of ``asked``.
+    call it, with the same continuations. Rounds beyond the model's own: one of 64 bytes, those of
+    :func:`find_sample_group` and :func:`in_step`, and one of 16 bytes for each of ``asked``.
 
     Args:
         progress: called with (continuations done on all ranks, number of ``asked``).

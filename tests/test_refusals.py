@@ -126,6 +126,8 @@ REFUSED: list[Row] = [
     (partial(blocks, targets="dense", refit="all"), ValueError, "refit='all' is none of block, none"),
     (partial(blocks, pattern=prune.PerRow(0.5), permute="channels"), ValueError, "patterns such as '2:4'"),
     (partial(blocks, pattern="2:4", permute="heads"), ValueError, "is none of channels, none"),
+    (partial(blocks, expert_memory=0), ValueError, "expert_memory=0 must be more than 0"),
+    (partial(blocks, expert_memory="1G"), TypeError, "expert_memory must be a number of bytes, not '1G'"),
     (partial(blocks, samples=TOKENS[:0]), ValueError, r"samples must be \(num_samples, length\), not \(0, 16\)"),
     (partial(blocks, samples=TOKENS[0]), ValueError, r"samples must be \(num_samples, length\), not \(16,\)"),
     (partial(blocks, samples=["text"]), TypeError, "samples are text: 'text'; distprune.calibration_windows"),

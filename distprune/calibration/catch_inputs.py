@@ -51,8 +51,7 @@ def walking(
 
     ``has_dense``: the walk has a dense stream; ``batch_tokens`` run together, see ``tokens_together``;
     ``num_together`` consecutive samples of all make one of the walk's steps, if there are to be any. Every rank must
-    call it. Rounds: those of :func:`find_sample_group` and :func:`catch_inputs`, one of 64 bytes before each of these,
-    and one at the end.
+    call it. Rounds: those of :func:`find_sample_group` and :func:`catch_inputs`, and one of 64 bytes at the end.
 
     Raises:
         NotImplementedError: on every rank: tensor parallelism cuts hidden states between blocks.
@@ -133,8 +132,8 @@ def catch_inputs(
     The first one runs the first block and what is around the blocks, to learn how each of them is called; the others
     stop where the last kind of call begins, which for most models is at the first block. With ``offload`` the hidden
     states wait on the CPU between blocks. Of ``steps`` the calls are learned, too. Every rank must pass as many of
-    both. FSDP2 gathers the root, embeddings and head, once for all of them. Rounds: 1 for each batch and 1 before the
-    first block is gathered, of 64 bytes.
+    both. FSDP2 gathers the root, embeddings and head, once for all of them. Rounds: 1 for each batch and each step,
+    and 1 before the first block is gathered, of 64 bytes.
 
     Raises:
         ValueError: no decoder blocks, no batches, a forward that does not reach the blocks in order, or that gives a
@@ -152,8 +151,7 @@ def catch_inputs(
     try:
         with keeping_weights(model):
             for batch in batches:
-                hidden = learner.learn(batch)
-                walk.hidden.append(hidden.to("cpu" if offload else hidden.device, copy=True))
+                walk.hidden.append(walk.kept(learner.learn(batch)))
             for step in steps:
                 sizes = zip(learner.learn(step).shape, walk.hidden[0].shape, strict=True)
                 walk.sample_dim = next((dim for dim, (a, b) in enumerate(sizes) if a != b), walk.sample_dim)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from distprune.calibration.text import draw_windows, draw_windows_of_text, is_drawn_by_place, open_text, tokens_of
 
@@ -178,3 +179,11 @@ class WindowBatches:
 def _seed_of(seed: int, number: int) -> int:
     """Return a seed for what has a ``number``: of 32 bits, which torch's generator takes. Local."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{number}".encode()).digest()[:4])
+
+
+def check_logits(logits: torch.Tensor, vocabulary: int | None) -> None:
+    """Raise a NotImplementedError if not all of ``logits`` (..., ``vocabulary``) are on this rank. Local."""
+    if isinstance(logits, DTensor) or (vocabulary is not None and logits.shape[-1] < vocabulary):
+        raise NotImplementedError(
+            f"logits are cut: {tuple(logits.shape)} on this rank; let the tensor-parallel plan replicate them"
+        )

@@ -84,7 +84,7 @@ def texts_of(
     return texts
 
 
-def random_tokens(model: Any, num: int, generator: torch.Generator, tokenizer: Any = None) -> torch.Tensor:
+def random_tokens(model: Any, num: int, generator: torch.Generator, tokenizer: Any) -> torch.Tensor:
     """Return random tokens (num, 1) that are there and not special. Local.
 
     Raises:

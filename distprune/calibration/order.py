@@ -159,7 +159,7 @@ def keeping_outputs(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, torc
 
 
 def find_addends(
-    given: torch.Tensor, output: torch.Tensor, outputs: Mapping[str, torch.Tensor], experts: Collection[str] = ()
+    given: torch.Tensor, output: torch.Tensor, outputs: Mapping[str, torch.Tensor], experts: Collection[str]
 ) -> set[str]:
     """Return which of ``outputs`` the ``output`` of a block is the sum of, beside what it was ``given``. Local.
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from distprune.calibration.data import check_fit, device_of, token_digest
+from distprune.calibration.data import check_fit, check_logits, device_of, token_digest
 from distprune.calibration.openings import texts_of, vocabulary_of
 from distprune.calibration.sample_group import find_sample_group
 from distprune.calibration.token_ids import TokenIds
@@ -43,8 +42,8 @@ Progress = Callable[[int, int], None] | None
 def samples_of(comm: Communicator, model: nn.Module, samples: TokenIds | str) -> TokenIds:
     """Return ``samples``, or if they are ``"self"``, 128 own windows of 2,048 tokens, or of all the model's positions.
 
-    Of token ids nothing is communicated, and nothing checked. Else a round of 64 bytes, and as :func:`own_words`, which
-    raises.
+    Of token ids nothing is communicated, and nothing checked. Else 2 rounds of 64 bytes, and as :func:`own_words`,
+    which raises.
 
     Raises:
         ValueError: on every rank: another text, or a rank where ``samples`` are token ids.
@@ -213,10 +212,7 @@ def _generating(
         def draw(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
             """Leave one token of each text: what is greedy then takes it."""
             nonlocal are_numbers
-            if isinstance(logits, DTensor) or logits.shape[-1] < vocabulary:
-                raise NotImplementedError(
-                    f"logits are cut: {tuple(logits.shape)} on this rank; let the tensor-parallel plan replicate them"
-                )
+            check_logits(logits, vocabulary)
             are_numbers = are_numbers & logits.amax().isfinite()  # NaN is the largest of all
             values, tokens = logits.nan_to_num().topk(min(top_k, logits.shape[-1]))
             places = torch.multinomial((values.float() / temperature).softmax(-1), 1, generator=generator)

@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from distprune.calibration.data import device_of, tokens_together
+from distprune.calibration.data import check_logits, device_of, tokens_together
 from distprune.calibration.listening import first_layers
 from distprune.calibration.sample_group import SampleGroup, find_sample_group, flat_local
 from distprune.calibration.walk import Batch, named, spread
@@ -141,11 +140,7 @@ class _BackwardListener:
             logits = model(**batch.inputs).logits
         finally:
             self._takes = False
-        vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
-        if isinstance(logits, DTensor) or (vocabulary is not None and logits.shape[-1] < vocabulary):
-            raise NotImplementedError(
-                f"logits are cut: {tuple(logits.shape)} on this rank; let the tensor-parallel plan replicate them"
-            )
+        check_logits(logits, getattr(getattr(model, "config", None), "vocab_size", None))
         predicting, targets = logits[:, :-1].flatten(0, 1), batch.inputs["input_ids"][:, 1:].flatten()
         gradient = torch.empty_like(predicting)
         loss = cross_entropy(predicting.detach(), targets, gradient)

@@ -88,8 +88,9 @@ class InputStatistics:
                     self._inputs.clear()
                     with suppress(StageDone):
                         run(batch)
-        except BaseException as error:
-            self._error = self._error or as_told(error)
+        except BaseException as caught:
+            error = as_told(caught)
+            self._error = self._error or error
         finally:
             self._inputs.clear()
 
@@ -119,8 +120,7 @@ class InputStatistics:
         dense = None if shifted is None else shifted.beside(name, own, tokens)
         if name in self._routed:
             kept = own if dense is None else torch.cat([own, dense], dim=1)
-            where = "cpu" if self.walk.offload else kept.device
-            self._tokens.setdefault(name, []).append(kept.to(where, copy=True))
+            self._tokens.setdefault(name, []).append(self.walk.kept(kept))
         else:
             self._take(name, own, whole, dense)
 
@@ -176,7 +176,7 @@ class InputStatistics:
         bytes of sums are on an owner.
 
         Every rank must call it, to its end. Rounds: 1 to agree on which layers share (24 bytes a layer, 16 more a
-        routed one); each time 1 for the sums of features and 2 more, with ``"products"`` 1 for each sum, and of routed
+        routed one); each time 1 for the sums of features, with ``"products"`` 1 for each sum, and of routed
         layers those of ``send_tokens``; 64 bytes before each.
 
         Raises:

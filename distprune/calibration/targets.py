@@ -63,15 +63,12 @@ class Targets:
             inputs[name] = inputs[first][0], tokens
         else:
             own = self.walk.sample_group.own_features(x, self.linears[name].num_in)
-            inputs[name] = self._copy(own), tokens
+            inputs[name] = self.walk.kept(own), tokens
 
     def passed(self, name: str) -> None: ...
 
     def added(self, name: str, total: torch.Tensor) -> None:
-        self.totals[self.walk.running][name] = self._copy(flat_local(total))
-
-    def _copy(self, values: torch.Tensor) -> torch.Tensor:
-        return values.to("cpu" if self.walk.offload else values.device, copy=True)
+        self.totals[self.walk.running][name] = self.walk.kept(flat_local(total))
 
     def beside(self, name: str, x: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
         """Return what stands beside ``x`` (tokens, features of this rank) of layer ``name`` in the dense stream.

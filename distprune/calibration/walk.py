@@ -105,6 +105,10 @@ class Walk:
                 parts.append(hidden if stop - start == num else hidden.narrow(self.sample_dim, start, stop - start))
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.sample_dim)
 
+    def kept(self, values: torch.Tensor) -> torch.Tensor:
+        """Return a copy of ``values`` where hidden states wait between blocks. Local."""
+        return values.to("cpu" if self.offload else values.device, copy=True)
+
     @contextmanager
     def block(
         self, index: int, *, dense: bool = False, gradients: bool = False
@@ -113,8 +117,9 @@ class Walk:
 
         The block's weights may have been changed before. Under FSDP2 they are gathered (inside torch) once for all
         runs, with all that ``fully_shard`` put into one group with them, and are shards again afterwards; outside of a
-        forward it gathers on the stream that wrote into them, so nobody waits for a device. With ``gradients``,
-        autograd records runs: of the block's parameters as they are meanwhile, nothing is reduced over ranks.
+        forward it gathers on the stream that wrote into them, so nobody waits for a device. With ``gradients``
+        the caller may run the block itself, and backward: gradients are of its parameters as they are meanwhile, and
+        nothing is reduced over ranks.
         """
         name, block = self.blocks[index]
         device = device_of(block)
@@ -122,7 +127,7 @@ class Walk:
 
         def run(batch: int) -> torch.Tensor:
             self.given, self.running = stream[batch].to(device), batch
-            with torch.set_grad_enabled(gradients), self.sample_group.passing():
+            with torch.no_grad(), self.sample_group.passing():
                 return self.batches[batch].calls[index].run(block, self.given)
 
         outer = _outer(self.model, name)

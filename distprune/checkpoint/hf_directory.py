@@ -229,6 +229,7 @@ def _small_files(folder: Path) -> tuple[Path, ...]:
             folders.clear()
         elif sum(sizes.values()) <= _MAX_SMALL_FILE:
             small += sizes
+    small.sort()
     home = Path(os.path.realpath(folder))
     # The hub's cache: models--ORG--NAME/snapshots/REVISION/config.json -> ../../blobs/DIGEST
     homes = {home, home.parent.parent / "blobs"} if home.parent.name == "snapshots" else {home}
@@ -236,4 +237,4 @@ def _small_files(folder: Path) -> tuple[Path, ...]:
         target = Path(os.path.realpath(path))
         if homes.isdisjoint(target.parents):
             raise ValueError(f"{path} is a link out of the model directory, to {target}; put a copy in its place")
-    return tuple(sorted(small))
+    return tuple(small)

@@ -6,7 +6,6 @@ tensor. No code of the directory is run. Whatever transformers raises becomes on
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import threading
@@ -171,7 +170,7 @@ def slices_to_read(model: nn.Module, directory: HfDirectory, regions: Regions) -
         ]
         work += first
         for again, file, entry in itertools.chain.from_iterable(others):
-            stored_again.append((dataclasses.replace(again, name=first[0][2].name), file, entry))
+            stored_again.append((again.having(name=first[0][2].name), file, entry))
     return work, stored_again
 
 

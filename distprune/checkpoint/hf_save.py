@@ -250,9 +250,9 @@ def write_small_files(
     # A directory that only its owner may enter has such a copy.
     target.chmod(target.stat().st_mode & source.path.stat().st_mode | stat.S_IRWXU)
     for path in source.small_files:
-        copy = target / path.relative_to(source.path)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(copy, path.read_bytes(), sync=False)
+        there = target / path.relative_to(source.path)
+        there.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(there, path.read_bytes(), sync=False)
     written = [(entry, file.path.name) for file in files for entry in file.tensors]
     before = read_json(source.path / CONFIG_NAME)
     now = {**(before if config is None else config)}

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from distprune.checkpoint.disk import sync_file
@@ -119,10 +118,8 @@ def stretches_of(geometry: Geometry, start: int, stop: int) -> list[Stretch]:
     return [(int(flat[low]), low, high) for low, high in itertools.pairwise(bounds)]
 
 
-def write_chunk(
-    descriptor: int, entry: TensorEntry, values: torch.Tensor | npt.NDArray[Any], stretches: list[Stretch]
-) -> None:
-    """Write a chunk of the tensor ``entry``, or its bits, to its places in the file. Local.
+def write_chunk(descriptor: int, entry: TensorEntry, values: torch.Tensor, stretches: list[Stretch]) -> None:
+    """Write a chunk of the tensor ``entry`` to its places in the file. Local.
 
     Raises:
         OSError: the disk is full or not writable, or ``values`` are mapped and their file has become shorter; it names

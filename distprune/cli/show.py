@@ -1,6 +1,7 @@
 """What a person sees: progress on standard error, a summary on standard output; the first rank only.
 
-Showing never decides about the work: the terminal may be gone. A summary has at most 20 lines; all is in report.json.
+Showing never decides about the work: the terminal may be gone. A summary of a job has at most 20 lines; all is
+in report.json.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import torch
 
-from distprune.collectives.base import Communicator, Op, as_raised, as_told, cannot_meet
+from distprune.collectives.base import Communicator, Op, as_met, as_raised, as_told
 from distprune.mistakes import called_from_outside, tell_trace, trace_of
 
 _Fill: TypeAlias = Callable[[torch.Tensor], object]
@@ -174,9 +174,7 @@ def together(comm: Communicator, **facts: Any) -> Iterator[None]:
     try:
         yield
     except BaseException as caught:
-        error = as_told(caught)
-        if cannot_meet(error):
-            raise
+        error = as_met(caught)
     agree(comm, {} if error else facts, error)
 
 

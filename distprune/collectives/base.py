@@ -183,3 +183,10 @@ def has_lost_ranks(error: Exception) -> bool:
 def cannot_meet(error: Exception) -> bool:
     """Return whether to tell the other ranks of ``error`` would be to wait for them in vain."""
     return has_lost_ranks(error) or getattr(error, _OUT_OF_STEP, False)
+
+
+def as_met(caught: BaseException) -> Exception:
+    """Return ``caught`` as the other ranks are told of it; raise what ends this rank alone, or cannot be told."""
+    if cannot_meet(error := as_told(caught)):
+        raise error
+    return error

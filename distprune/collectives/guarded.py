@@ -10,7 +10,7 @@ import torch
 from typing_extensions import override
 
 from distprune.collectives.agree import agree
-from distprune.collectives.base import Communicator, Op, as_told, cannot_meet
+from distprune.collectives.base import Communicator, Op, as_met
 
 
 @final
@@ -76,8 +76,5 @@ def guarding(comm: Communicator) -> Iterator[Guarded]:
     try:
         yield ranks
     except BaseException as caught:
-        error = as_told(caught)
-        if cannot_meet(error):
-            raise
-        ranks.meet(error)
+        ranks.meet(as_met(caught))
     ranks.meet()

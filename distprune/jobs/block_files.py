@@ -47,9 +47,9 @@ class BlockFiles:
         return self._folder / (f"{name}.safetensors" if name else _OTHERS)
 
     def finished(self, index: int) -> bool:
-        """Read block ``index`` back if it is done. What ``prune_blocks`` calls; every rank.
+        """Read block ``index`` back if it is done, and say where the job goes on. What ``prune_blocks`` calls.
 
-        One round of 16 bytes.
+        Every rank must call it. One round of 16 bytes.
         """
         number, name, say = list(self._names).index(index), self._names[index], self._run.reporter.say
 
@@ -61,6 +61,8 @@ class BlockFiles:
 
         if self._files.known(name) is not None:
             if not int(sum_together(self._run.comm, (1,), read)):
+                if number + 1 == len(self._names):
+                    say(f"going on at block {number + 1} of {number + 1}")
                 return True
             say(f"{self._path(name)} is missing or damaged: {name} is pruned again")
         if any(self._files.known(name) is not None for name in self._names.values()):
@@ -83,9 +85,7 @@ class BlockFiles:
         run.reporter.check_here()
 
     def reports(self) -> list[Mapping[str, Any]]:
-        """Return the reports of all blocks, and say so if all were done before. Local."""
-        if self.resumed_at == len(self._names):
-            self._run.reporter.say(f"going on at block {self.resumed_at} of {self.resumed_at}")
+        """Return the reports of all blocks. Local."""
         return [self._files.known(name) for name in self._names.values()]
 
     def finish(self, progress: Progress) -> None:

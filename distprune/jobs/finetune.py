@@ -152,7 +152,7 @@ def _find_teacher(job: FinetuneJob, run: Run) -> HfDirectory | None:
     path = resolve_model(job.teacher, group=run.comm, log=run.reporter.say)
     directory, student = open_together(run.comm, path), run.directory.path
     with together(run.comm):
-        vocabularies = [load_tokenizer(folder).get_vocab() for folder in (path, student)]
+        vocabularies = [tokenizer.get_vocab() for tokenizer in (load_tokenizer(path), run.tokenizer)]
         sizes = [read_json(folder / CONFIG_NAME).get("vocab_size") for folder in (path, student)]
         if vocabularies[0] != vocabularies[1] or sizes[0] != sizes[1]:
             raise ValueError(

@@ -46,7 +46,7 @@ class MaskedTraining:
     With a ``teacher``, towards what it predicts, and not towards the text. Every zero is held, in every parameter, and
     one that is all zeros stays so. Without dropout, so that a step follows from its batch.
 
-    Every rank must make one: six rounds, two of them of 16 bytes a parameter at most.
+    Every rank must make one: the rounds of agreeing and of :func:`hold_zeros`, and one of 8 bytes a parameter.
     """
 
     def __init__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -158,9 +159,8 @@ def run_one_shot_job(
         blocks = BlockFiles(run, files, model, files.result)
         before = files.recall(run.evaluation, lambda: run.evaluate(model, "before"))
         shares = files.recall("shares", lambda: _shares(job, run, model, samples))
-        pattern = as_pattern(job.pattern, job.sparsity)
-        pattern = pattern.within("tensor") if pattern.has_scope else pattern  # each linear map by itself
-        shared_out = pattern if shares is None else replace(pattern, sparsity=shares)  # type: ignore[type-var]
+        pattern: Any = job.recipe().pattern  # a Pattern: each linear layer by itself
+        shared_out = pattern if shares is None else replace(pattern, sparsity=shares)
         how = {**job.asked_of(prune_blocks), "pattern": shared_out, "sparsity": None}
         with run.stage("prune", "pruning block by block"):
             report = prune_blocks(
@@ -201,7 +201,7 @@ def run_plan_job(
         ValueError, TypeError, NotImplementedError, OSError, ImportError: on every rank: a mistake in the job, the
             model or the text; the message says which.
     """
-    run = Run(job, group, device, watcher)
+    run = Run(replace(job, evaluate_on=(), tasks=()), group, device, watcher)  # nothing is evaluated
     with together(run.comm):
         model, _ = build_on_meta(run.directory, job.dtype)
     num_windows = job.windows(run, model).counts.total

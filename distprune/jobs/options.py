@@ -170,7 +170,7 @@ class BareJob:
     def inputs(self) -> list[str]:
         """Return the files and directories that the job names and reads: the output must not replace them."""
         files = [name for name, option in options_of(type(self)).items() if option.is_file]
-        values = [getattr(self, name) for name in files if name not in ("output", "tasks")]
+        values = [getattr(self, name) for name in files if name != "output"]
         paths = [path for value in values for path in (value if isinstance(value, tuple) else [value])]
         return [path for path in paths if isinstance(path, str) and path != SELF]
 
@@ -194,9 +194,7 @@ class Job(BareJob):
     evaluation_length: int = ask(
         default=512, flag="--eval-length", least=2, most=MOST, needs=("evaluate_on",), decides=False, panel=EVALUATION
     )
-    tasks: tuple[str, ...] = ask(
-        default=(), metavar="NAMES", separator=",", is_file=True, decides=False, panel=EVALUATION
-    )
+    tasks: tuple[str, ...] = ask(default=(), metavar="NAMES", separator=",", decides=False, panel=EVALUATION)
     resume: bool = ask(default=False, decides=False, panel=RUNNING)
 
     @override

@@ -270,7 +270,7 @@ def read_words(path: Path) -> tuple[torch.Tensor, dict[str, str]]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not of :func:`write_words`, or damaged.
+        ValueError: it is not of :func:`words_content`, or damaged.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file of own words {path}")

@@ -188,6 +188,7 @@ class JobReport(Generic[_Work]):
 
     def to_dict(self) -> dict[str, Any]:
         """Return what ``report.json`` has."""
+        counted = self.zeros
         return {
             **self.versions,
             "model": str(self.model),
@@ -201,7 +202,7 @@ class JobReport(Generic[_Work]):
             "stage_seconds": self.seconds,
             "peak_memory": self.peak_memory,
             "peak_device_memory": self.peak_device_memory,
-            "zeros": None if self.zeros is None else {**vars(self.zeros), "sparsity": self.zeros.sparsity},
+            "zeros": None if counted is None else {**vars(counted), "sparsity": counted.sparsity},
             _KEYS[type(self.work)]: self.work.to_dict(),
         }
 

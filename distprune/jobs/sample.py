@@ -14,7 +14,7 @@ from distprune.calibration.own_words import TOP_K, own_words
 from distprune.checkpoint.hub import name_of_model
 from distprune.checkpoint.outputs import check_file, writing
 from distprune.collectives.agree import together
-from distprune.jobs.options import DTYPES, FILES, MOST, WINDOWS, BareJob, ask, asked
+from distprune.jobs.options import MOST, WINDOWS, BareJob, ask, asked
 from distprune.jobs.own_words import about_tokenizer, words_content
 from distprune.jobs.run import BareRun, Device
 from distprune.jobs.watcher import Watcher
@@ -35,13 +35,10 @@ class SampleJob(BareJob):
         overwrite: Replace the file.
     """
 
-    output: str = ask(is_file=True, panel=FILES)
     samples: int = ask(default=128, least=1, most=MOST, panel=WINDOWS)
     sequence_length: int = ask(default=2048, least=2, most=MOST, panel=WINDOWS)
     temperature: float = ask(default=1.0, above=0, panel=WINDOWS)
     top_k: int = ask(default=TOP_K, least=1, most=MOST, panel=WINDOWS)
-    dtype: torch.dtype | None = ask(default=None, choices=DTYPES, panel=FILES)
-    overwrite: bool = ask(default=False, panel=FILES)
 
     @override
     def check(self, *inputs: Path) -> Path:

@@ -94,7 +94,7 @@ def run_shrink_job(
         run.note_weights("model", run.directory)
         windows = job.windows(run, model)
         with together(run.comm):
-            job.sizes.check(model)
+            budget = job.sizes.check(model)
             num_layers_before = len(decoder_blocks(model))
         files = run.begin()
         samples = windows.samples(run, model, files)
@@ -105,7 +105,7 @@ def run_shrink_job(
             walks.append(BlockFiles(run, files, model, files.folder / "blocks", layers))
             return walks[0]
 
-        hooks = ShrinkHooks(files.recall, run.reporter.say, run.stage, begin_walk)
+        hooks = ShrinkHooks(files.recall, run.reporter.say, run.stage, begin_walk, budget)
         shrunk = shrink_model(model, samples, **job.asked_of(shrink_model), group=run.comm, job=hooks)
         after = run.evaluate(model, "after")
         run.save(model, files.result, layers=shrunk.layers if len(shrunk.layers) < num_layers_before else None)

@@ -91,7 +91,7 @@ def run_streamed_job(
     the last file that is whole, on any number of ranks; what is pruned is chosen again.
 
     Every rank of ``group`` (default: the default group, or this process alone) must call it, with the same job.
-    Communicates what the choice does, and for each file three rounds and the wait for the disk.
+    Communicates what the choice does, and for each file four rounds and the wait for the disk.
 
     Raises:
         ValueError, TypeError, NotImplementedError, OSError, ImportError: on every rank: a mistake in the job or

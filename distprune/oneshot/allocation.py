@@ -71,8 +71,8 @@ def allocate(
     Every rank of ``group`` must call it, with equal arguments; all come to the same shares, and N ranks to those of
     one but for rounding. The model is left as it was. In memory beyond its shards: the hidden states of one batch
     between blocks, the activations of one block, which a backward pass needs, and 16 KiB a layer. Rounds: 7 (4 more
-    where ranks hold different parameters), and one for each 8 MiB of 8 bytes for each input and output of a layer, and
-    of 16 KiB a layer.
+    where ranks hold different parameters), those of ``in_step``, and one for each 8 MiB of 8 bytes for each input and
+    output of a layer, and of 16 KiB a layer.
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank: what ``prune_blocks`` refuses; a budget that no

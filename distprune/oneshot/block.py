@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +20,7 @@ from distprune.calibration.targets import Targets
 from distprune.calibration.walk import Walk
 from distprune.collectives.agree import agree, max_together, together
 from distprune.collectives.base import Communicator, Traffic
-from distprune.models.linear_layers import linear_layers
+from distprune.models.linear_layers import LinearLayer, linear_layers
 from distprune.oneshot.block_fit import BlockFit, batch_size, fit_block
 from distprune.oneshot.block_layers import naming, unreached
 from distprune.oneshot.channel_order import permute_block
@@ -127,6 +127,11 @@ class _BlockWalk:
         self.layers, self.recipe = self.plan.linears[self.index].linears, self.plan.recipe
         self.advances = self.following < len(self.walk.blocks)
 
+    @cached_property
+    def everything(self) -> dict[str, LinearLayer]:
+        """All linear layers of the block, those that stay dense, too."""
+        return linear_layers(self.module)
+
     def begin(self) -> None:
         """Put the channels in order, if that is asked for, and advance the dense stream behind the block.
 
@@ -167,7 +172,7 @@ class _BlockWalk:
         self.targets, fit = None, None
         if self.recipe.refit == "block":
             with clock(self.seconds, "fit"):
-                matrices = {linear.parameter_path for linear in linear_layers(self.module).values()} - self.dense.keys()
+                matrices = {linear.parameter_path for linear in self.everything.values()} - self.dense.keys()
                 seed = self.recipe.seed or 0
                 fit = fit_block(self.comm, self.walk, self.index, matrices, seed, self.advances)
         elif self.advances:
@@ -218,10 +223,9 @@ class _BlockWalk:
         by_layer = self.recipe.sequential == "layer"
         if not (by_layer or self.recipe.has_targets):
             return BlockOrder((tuple(self.layers),), frozenset(), frozenset(), frozenset())
-        everything = linear_layers(self.module)
-        names = tuple(self.layers), tuple(everything)
+        names = tuple(self.layers), tuple(self.everything)
         if names not in self.orders:
-            order = learn_order(self.comm, self.walk, self.index, everything).of(self.layers)
+            order = learn_order(self.comm, self.walk, self.index, self.everything).of(self.layers)
             self.orders[names] = order if by_layer else order.at_once()
         return self.orders[names]
 
@@ -233,7 +237,7 @@ class _BlockWalk:
 
     def _dense_pass(self) -> Targets:
         """Advance the dense stream behind the block, which is dense, and a gap, and return what it meets there."""
-        walk, targets = self.walk, Targets(self.walk, self.order, linear_layers(self.module))
+        walk, targets = self.walk, Targets(self.walk, self.order, self.everything)
         targets.run(self.comm, self.index, self.layers)
         for skipped in range(self.index + 1, self.following):
             walk.advance(skipped, self.comm, dense=True)

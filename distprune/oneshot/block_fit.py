@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from distprune.calibration.walk import Batch, Walk, named
 from distprune.collectives.agree import sum_together, together
-from distprune.collectives.base import Communicator, as_told, cannot_meet
+from distprune.collectives.base import Communicator, as_met, cannot_meet
 from distprune.collectives.tensors import placed_like
 from distprune.models.evaluating import needing_gradients
 from distprune.oneshot.block_layers import num_places
@@ -77,7 +77,7 @@ def fit_block(
             if places[id(parameter)] == here[id(parameter)]  # it is in no other block, too
             and (name in matrices or (parameter.ndim == 1 and parameter.is_floating_point()))
         ]
-    (error, size, num_elements), _ = _measured(comm, walk, index)
+    error, size, num_elements = _measured(comm, walk, index)[0]  # what it puts out is not kept
     if not shards or not error or not size:
         if advances:
             walk.advance(index, comm)
@@ -211,7 +211,7 @@ class _Fit:
         self._kept = [(shard.local != 0) | (shard.name not in matrices) for shard in shards]
         device = self._locals[0].device
         is_fused = device.type in ("cpu", "cuda")
-        groups = [{"params": [value], "lr": rate} for value, rate in zip(self._values, rates, strict=True)]
+        groups = [{"params": [value]} for value in self._values]  # `step` sets their rates
         self._rates, self._adam = rates, torch.optim.Adam(groups, betas=_BETAS, fused=is_fused, foreach=not is_fused)
         shapes = [shard.geometry.global_shape for shard in shards]
         numels = [math.prod(shape) for shape in shapes]
@@ -227,9 +227,7 @@ class _Fit:
         try:
             yield
         except BaseException as caught:
-            error = as_told(caught)
-            if cannot_meet(error):
-                raise
+            error = as_met(caught)
             self._error = self._error or error
 
     def take_gradients(self, part: Batch) -> None:

@@ -75,7 +75,7 @@ def estimate(
     if not kinds:
         raise ValueError(f"the blocks of {type(model).__name__} hold no linear layer")
     hidden, itemsize = next(iter(kinds))[0].num_in, next(model.parameters()).element_size()
-    updates, has_dense = recipe.updates_weights, recipe.targets == "dense"
+    updates, has_dense = recipe.updates_weights, recipe.has_targets
     num_tokens = -(-num_windows // num_ranks) * length
     batch_bytes = itemsize * min(num_tokens, max(length, tokens_together(model, batch_tokens)))
     gathered = max(kinds.values()) if num_ranks > 1 else 0

@@ -35,7 +35,7 @@ class WalkPlan:
     samples: torch.Tensor  # (num_samples, length) int64
     recipe: Recipe  # resolved
     linears: Sequence[BlockLayers]  # of each block
-    shards: list[LocalShard]  # every parameter's part on this rank
+    shards: list[LocalShard]  # this rank's parts of the parameters that are pruned or read
     offload: bool = False
     batch_tokens: int | None = None
     towards_own: Set[str] = frozenset()

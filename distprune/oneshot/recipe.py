@@ -117,7 +117,7 @@ class Recipe:
     @property
     def updates_weights(self) -> bool:
         """Whether weights that stay are changed, too; of a recipe that is :meth:`resolved`."""
-        return self.targets == "dense" or not isinstance(self.solver, Scored)
+        return self.has_targets or not isinstance(self.solver, Scored)
 
 
 def chosen(name: str, choice: _Choice, choices: Any) -> _Choice:

@@ -39,7 +39,7 @@ class Rows:
     runs: Runs
     num_out: int
     owned: bool
-    name: str = ""
+    name: str
 
     def shard(self, values: torch.Tensor) -> LocalShard:
         """Return ``values`` (rows, columns) as this rank's part of a matrix (num_out, columns)."""

@@ -166,7 +166,7 @@ class _LocalSums:
 
     @cached_property
     def _are_cut(self) -> BoolArray:
-        return _joined([self.of(each).are_cut for each in self._ranked.local.values()]).astype(np.bool_)
+        return _joined([self.of(each).are_cut for each in self._ranked.local.values()], np.bool_)
 
     @cached_property
     def _table(self) -> torch.Tensor:
@@ -194,8 +194,8 @@ class _LocalSums:
     @cached_property
     def competitors(self) -> list[Competitors]:
         """The whole blocks that this rank owns, and the cut ones whose home it is."""
-        owned = _joined([np.full(len(self.of(each).numbers), each.shard.owned) for each in self._ranked.local.values()])
-        return [self.here.those(owned.astype(np.bool_) & ~self._are_cut), self._told[0]]
+        owned = [np.full(len(self.of(each).numbers), each.shard.owned) for each in self._ranked.local.values()]
+        return [self.here.those(_joined(owned, np.bool_) & ~self._are_cut), self._told[0]]
 
     def _cut_of(self, member: int) -> IntArray:
         """Return where the cut blocks of ``member`` are among those here."""
@@ -225,5 +225,5 @@ class _LocalSums:
         return stays
 
 
-def _joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    return np.concatenate([np.empty(0, dtype=np.int64), *arrays])
+def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike = np.int64) -> npt.NDArray[Any]:
+    return np.concatenate([np.empty(0, dtype), *arrays])

@@ -114,7 +114,7 @@ def _largest(scores: LocalScores, *, is_odd: bool = False) -> torch.Tensor:
 def agree_on_grid(competing: Competing) -> Grid:
     """Return the grid of every member, or of one for all that compete. Every rank must call it.
 
-    One round of 8 bytes a parameter and 8 more.
+    One round of 8 bytes a parameter and 16 more.
 
     Raises:
         ValueError: on every rank: scores are NaN.

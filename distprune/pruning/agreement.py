@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distprune.collectives.agree import check_facts, same_everywhere, sum_together
-from distprune.collectives.base import Communicator, as_told, cannot_meet
+from distprune.collectives.base import Communicator, as_met
 from distprune.collectives.roster import Member, Roster, roster_of_all, roster_of_one
 from distprune.hints import near_names
 from distprune.kernels.available import has_kernels
@@ -107,9 +107,7 @@ def agreeing(comm: Communicator) -> Iterator[Agreed]:
         counts = [*(num for _, num in found.patterns), found.num_parameters, found.lacks_blocks]
         stated += [agreed.facts, counts, lists, on_gpu]
     except BaseException as caught:
-        error = as_told(caught)
-        if cannot_meet(error):
-            raise
+        error = as_met(caught)
     all_same, seed = same_everywhere(comm, stated, seed, error)
     found = agreed.found
     if agreed.score.needs_seed:

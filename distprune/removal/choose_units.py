@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -123,8 +123,12 @@ def choose_units(
         criterion = criterion_of(criterion)
         refit, share = resolved_refit(refit, targets, target_share)
         check_samples(model, samples)
-        blocks_to_walk(model)
+        blocks = blocks_to_walk(model)
         readers = find_readers(model, keep, layers, heals=share > 0)
+        for index, (name, _) in enumerate(blocks) if share > 0 else ():
+            if index + 1 in readers.skipped and index not in readers.skipped | readers.healed.keys():
+                why = "has no one linear layer that could make up for the layers that go behind it"
+                warnings.warn(f"block {name!r} {why}", stacklevel=2)
         asked = readers.asked
         if refit == "bias" and (without := [name for name, one in asked.items() if one.linear.bias is None]):
             raise ValueError(f"refit='bias' needs biases, and {without[0]!r} has none; use 'least_squares' or 'none'")
@@ -140,8 +144,8 @@ def choose_units(
         shards = [local_shard(name, model.get_parameter(name)) for name in dict.fromkeys(names)]
         agreed.found = Found(shards, has_blocks=True)
         tokens_together(model, batch_tokens)
-        blocks: dict[str, Any] = {"towards_own": {*heads}, "skipped": readers.skipped, "healed": readers.healed}
-        plan = WalkPlan(samples, recipe, readers.linears, shards, offload, batch_tokens, **blocks)
+        which = {*heads}, readers.skipped, readers.healed
+        plan = WalkPlan(samples, recipe, readers.linears, shards, offload, batch_tokens, *which)
         agreed.facts = plan.facts | {
             "keep": repr(sorted(keep.items())),
             "layers": repr(None if layers is None else list(layers)),

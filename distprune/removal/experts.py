@@ -50,7 +50,7 @@ def choose_experts(
             equals the first goes.
 
     Every rank of ``group`` must call it, with equal arguments, and all come to the same experts, as one rank does.
-    Rounds: those of a walk, 1 for each block of 8 bytes an expert, and 1 of 64 bytes.
+    Rounds: those of :func:`visit_blocks`, and 1 of 64 bytes.
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank: what ``prune_blocks`` refuses; more experts than are

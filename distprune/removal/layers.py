@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from distprune.calibration.catch_inputs import past_blocks, visit_blocks, walking
+from distprune.calibration.catch_inputs import Progress, past_blocks, visit_blocks, walking
 from distprune.calibration.data import token_digest
 from distprune.calibration.walk import Walk, with_hidden
 from distprune.collectives.agree import agree, sum_together, together
@@ -34,7 +34,6 @@ from distprune.shards.device import fetched, sent
 LayerCriterion = Literal["loss", "influence"]
 _MOST_SAMPLES = 16  # whose loss is tried: the time grows with them
 _MOST_BYTES = 4 << 30  # of hidden states that one walk carries
-Progress = Callable[[int, int], None] | None
 
 
 def order_layers(

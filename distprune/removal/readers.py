@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -61,8 +60,6 @@ def find_readers(
 ) -> Readers:
     """Return what ``keep`` and ``layers`` ask of each reader, by the blocks that stay. Local.
 
-    Warns of layers that go behind a block without one linear layer that could make up for them.
-
     Raises:
         ValueError, TypeError, NotImplementedError: see ``choose_units``.
     """
@@ -86,14 +83,10 @@ def find_readers(
                     )
                 num_kept = num_to_keep(units, share, f"{name}.{units.name}")
                 asked[units.reader] = Asked(name, units, num_kept, linears[units.reader])
-        if heals and following.get(index, 0) > index + 1:
-            last = _last_mlp(block, linears)
-            if last is None or last.reader is None:
-                why = "has no one linear layer that could make up for the layers that go behind it"
-                warnings.warn(f"block {name!r} {why}", stacklevel=3)
-            else:
-                readers.healed[index] = last.reader
-                asked.setdefault(last.reader, Asked(name, last, last.num_units, linears[last.reader]))
+        last = _last_mlp(block, linears) if heals and following.get(index, 0) > index + 1 else None
+        if last is not None and last.reader is not None:
+            readers.healed[index] = last.reader
+            asked.setdefault(last.reader, Asked(name, last, last.num_units, linears[last.reader]))
         readers.asked.update((f"{name}.{reader}", of_reader) for reader, of_reader in asked.items())
         readers.linears.append(BlockLayers({reader: of_reader.linear for reader, of_reader in asked.items()}, {}))
     return readers
@@ -164,8 +157,9 @@ def _squares(shard: LocalShard, cut: Cut) -> torch.Tensor:
     """Return the sums of squares of this rank's weights by their place along the cut's dim, float64."""
     local = shard.local
     if cut.expert is not None:
-        place = expert_place(shard.geometry.dim_runs[0], cut.expert)
-        local = local.new_zeros((1, *local.shape[1:])) if place is None else local.narrow(0, place, 1)
+        if (place := expert_place(shard.geometry.dim_runs[0], cut.expert)) is None:
+            return torch.zeros(local.shape[cut.dim], dtype=torch.float64, device=local.device)
+        local = local.narrow(0, place, 1)
     by_place = local.movedim(cut.dim, 0).reshape(local.shape[cut.dim], -1)
     norms: torch.Tensor = torch.linalg.vector_norm(by_place, dim=1, dtype=torch.float64)
     return norms.square()

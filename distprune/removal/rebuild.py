@@ -41,8 +41,8 @@ def remove_units(model: nn.Module, kept: Kept, *, group: Group = None) -> None:
     bytes, and for each parameter two and those of :func:`select` for each of its dims that gets smaller.
 
     Raises:
-        ValueError: units that are not there, or fewer than must stay; sizes that the architecture or the layout cannot
-            have; a weight that is shared with another place; ranks disagree.
+        ValueError: sizes that the architecture or the layout cannot have; a weight that is shared with another place;
+            ranks disagree.
         NotImplementedError: units that cannot be removed, or a layout in which they cannot.
     """
     comm = communicator(group)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from distprune.calibration.catch_inputs import Progress
 from distprune.calibration.own_words import samples_of
 from distprune.calibration.token_ids import TokenIds, as_windows
 from distprune.collectives.agree import together
@@ -28,10 +29,10 @@ from distprune.oneshot.report import BlockReport, OneShotReport
 from distprune.removal.choose_units import choose_units, resolved_refit
 from distprune.removal.criteria import Criterion, CriterionName
 from distprune.removal.experts import ExpertCriterion, choose_experts
-from distprune.removal.layers import LayerCriterion, Progress, order_layers
+from distprune.removal.layers import LayerCriterion, order_layers
 from distprune.removal.rebuild import Kept, remove_layers, remove_units
 from distprune.removal.remover import Refit
-from distprune.removal.sizes import Sizes
+from distprune.removal.sizes import Budget, Sizes
 from distprune.removal.trials import Division, Recall, divide_budget
 
 
@@ -82,12 +83,14 @@ class ShrinkHooks:
 
     ``recall`` returns what was made under a name before the job was killed. ``say`` is told what was found out, and
     ``stage``, a context, of which part (key, name, unit) it is. ``blocks`` makes the records of the layers that stay.
+    ``budget``: of the sizes, where they were checked before.
     """
 
     recall: Recall = lambda _, make: make()
     say: Callable[[str], object] = lambda _: None
     stage: Callable[[str, str, str], AbstractContextManager[Progress]] = lambda *_: nullcontext()
     blocks: Callable[[nn.Module, Sequence[int]], BlockRecords] | None = None
+    budget: Budget | None = None
 
 
 @with_hints
@@ -153,7 +156,7 @@ def shrink_model(
     comm, job = communicator(group), job or ShrinkHooks()
     sizes = Sizes(mlp=mlp, heads=heads, kv_groups=kv_groups, experts=experts, layers=layers, parameters=parameters)
     with together(comm, **vars(sizes), samples=isinstance(samples, str)):
-        budget = sizes.check(model)
+        budget = job.budget or sizes.check(model)
         fitted, _ = resolved_refit(refit, targets, target_share)
     samples = samples_of(comm, model, samples)
     with together(comm):
@@ -204,10 +207,9 @@ def shrink_model(
     entries: dict[str, list[Entry]] = {}
 
     def on_block(index: int, report: BlockReport, stays: Kept) -> None:
-        name = report.name
-        entries[name] = experts_left.get(name, []) + _entries(model, stays).get(name, [])
+        entries[report.name] = experts_left.get(report.name, []) + _entries(model, stays).get(report.name, [])
         if blocks is not None:
-            blocks.on_block(index, report, kept=entries[name])
+            blocks.on_block(index, report, kept=entries[report.name])
 
     with job.stage("shrink", "shrinking block by block", ""):
         removal = choose_units(

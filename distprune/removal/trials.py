@@ -97,7 +97,8 @@ def divide_budget(
 
     Every rank of ``group`` must call it, with equal arguments, and all come to the same sizes. In memory: a copy of the
     shards that one trial changes, on the CPU. Rounds: for each trial those of ``choose``, of ``order`` where layers
-    leave, and twice those of ``perplexity``, and 2 of 64 bytes; at the end another one.
+    leave, of ``recall``, twice those of ``perplexity``, and 1 of 64 bytes; before the first, those of ``recall`` and
+    twice those of ``perplexity``; at the end 1 of 64 bytes.
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank: what ``choose`` and ``order`` raise; a loss of the
@@ -119,10 +120,9 @@ def divide_budget(
 
     def measure(wanted: Chosen) -> tuple[float, list[int]]:
         """Return what ``wanted`` costs, and the layers that go."""
-        num_layers = len(decoder_blocks(model))
         leave = order(int(wanted["layers"]), known=gone) if "layers" in wanted else []
         keep: dict[Any, int | float] = {kind: size for kind, size in wanted.items() if kind != "layers"}
-        left = [index for index in range(num_layers) if index not in leave]
+        left = [index for index in range(len(decoder_blocks(model))) if index not in leave]
         with _put_back(comm, model, keep, left):
             choose(fitted, keep, layers=left)
             with skipping(model, set(leave)):
@@ -207,15 +207,16 @@ def _put_back(
     """Let ``choose_units`` change what reads the units, and put it back at the end. Every rank must call it."""
 
     def shards() -> list[LocalShard]:
-        reset_forward(model)
-        asked = find_readers(model, keep, layers, heals=True).asked.values()
         changed = {id(tensor): tensor for one in asked for tensor in (one.linear.parameter, one.linear.bias)}
         return [local_shard("", tensor.detach()) for tensor in changed.values() if tensor is not None]
 
     with together(comm):
+        reset_forward(model)
+        asked = find_readers(model, keep, layers, heals=True).asked.values()
         before = [shard.local.to("cpu", copy=True) for shard in shards()]
     try:
         yield
     finally:
+        reset_forward(model)
         for shard, values in zip(shards(), before, strict=True):
             shard.local.copy_(values)

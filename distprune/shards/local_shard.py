@@ -171,11 +171,9 @@ def as_array(tensor: torch.Tensor) -> npt.NDArray[np.signedinteger] | None:
     return array
 
 
-def bytes_of(values: torch.Tensor | npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+def bytes_of(values: torch.Tensor) -> npt.NDArray[np.uint8]:
     """Return the bytes of ``values``, on the host, 1-D: a view where they are contiguous."""
-    if isinstance(values, torch.Tensor):
-        values = values.contiguous().view(-1).view(torch.uint8).numpy()
-    return values.reshape(-1).view(np.uint8)
+    return values.contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def flat_chunks(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:

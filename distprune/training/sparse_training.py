@@ -101,7 +101,7 @@ class SparseTraining:
         self._step = 0
         self.updates: list[Update] = []
         self.sparsities: dict[str, float] = {}  # by parameter, as of the last time that the model was pruned
-        self._model, self._regrow, self._seed = model, regrow, seed
+        self._regrow, self._seed = regrow, seed
         self._names = [*schedule] if isinstance(schedule, Mapping) else None  # what each schedule is for
         self._schedules = [*schedule.values()] if isinstance(schedule, Mapping) else [schedule]
         self._comm = communicator(group)
@@ -120,7 +120,7 @@ class SparseTraining:
                 check_rise(before, after)
         agree(self._comm, {"the first steps of the schedule": levels})
         weights = NamedWeights(model, include, exclude)
-        self._request = Request(weights, None, self._score, pattern, scope, seed, None)
+        self._request = Request(weights, None, self._score, pattern, scope, seed)
         self._last_checked = levels[-1]
         self.hold = Hold(weights, optimizer, self._comm, listener=self._before_step, checks=any(levels[0]))
         self._prepare()
@@ -251,8 +251,8 @@ class SparseTraining:
         self.updates.append(Update(step, report.num_zeros, report.num_elements))
 
     def _add_movement(self) -> None:
-        shards = self._request.weights.find().shards
-        for shard, gradient in zip(shards, gradients_of(shards, self._model.parameters()), strict=True):
+        shards, model = self._request.weights.find().shards, self._request.weights.model
+        for shard, gradient in zip(shards, gradients_of(shards, model.parameters()), strict=True):
             if gradient is not None:  # else choosing says so, on all ranks
                 self._sum_of(shard).addcmul_(shard.local, gradient, value=-1)
 

@@ -19,13 +19,12 @@ from distprune.collectives.communicator import Alone, communicator
 from distprune.collectives.guarded import guarding
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.linear_layers import linear_layers
-from tests.architectures import samples, tiny_model
+from tests.architectures import tiny_model
 from tests.calibration.test_statistics import walk_of_model
 from tests.oneshot.alike import sharded
 from tests.worlds import drawing, run_threads
 
 NUM_EXPERTS, WIDTH = 16, 16
-TOKENS = samples(5)
 SIZE = 8 * WIDTH**2 * 2  # bytes of the sums of one input with targets: each expert has two, of equal width
 
 

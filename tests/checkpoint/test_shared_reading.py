@@ -57,7 +57,7 @@ def other_files(path: Path) -> None:
         (other_header, "model files"),
         (other_files, "weight files"),
         (other_weights, "weights (256 "),
-        (cut_off, "is corrupt or truncated"),
+        (cut_off, ".safetensors is corrupt or truncated"),
     ],
 )
 def test_copies_that_differ(split_model: Path, tmp_path: Path, change: Any, said: str) -> None:
@@ -81,9 +81,7 @@ def test_a_digest_tells_one_bit_and_the_order_of_what_is_read(tmp_path: Path, mo
     digests: list[str] = []
     for content in contents:
         path.write_bytes(content)
-        of_ranks = {
-            digest for num in (1, 2, 5) for digest in run_threads(num, lambda _: file_digest(communicator(), path))
-        }
+        of_ranks = {found for num in (1, 2, 5) for found in run_threads(num, digest, path)}
         assert len(of_ranks) == 1
         digests += of_ranks
     assert len({*digests}) == len(contents)

@@ -186,7 +186,7 @@ def test_damaged_files(folder: Path, name: str, seed: int) -> None:
             inside[key] = generator.choice(VALUES)
             path.write_text(json.dumps(values))
             num_failed += with_one_line_errors(folder)
-    assert num_failed > 10
+    assert num_failed > (10 if name in FILES else 30)
 
 
 def test_a_header_that_only_the_safetensors_library_refuses(folder: Path) -> None:

@@ -112,9 +112,11 @@ def test_every_option_arrives() -> None:
     assert commands(f"prune {line}{in_place}") == [JobCommand(job, Running(device="cpu", timeout=30))]
     one_shot = " --method wanda --pattern row --sparsity 0.5 --calibration c --samples 3 --sequence-length 9 --offload"
     one_shot += " --sequential layer --targets dense --target-share 0.25 --allocation gradients --resume"
+    one_shot += " --expert-memory 2G"
     common |= {"calibration": "c", "samples": 3, "sequence_length": 9, "offload": True, "resume": True}
     common |= {"targets": "dense", "target_share": 0.25}
     more: dict[str, Any] = {"sequential": "layer", "sparsity": 0.5, "pattern": "row", "allocation": "gradients"}
+    more["expert_memory"] = 2 << 30
     calibrated = OneShotJob(**common, **more, method="wanda")
     assert asked(f"prune {line}{one_shot}") == calibrated
     assert asked(f"prune {line}{one_shot} --plan --ranks 64") == PlanJob(**vars(calibrated), ranks=64)

@@ -27,7 +27,7 @@ from distprune.jobs import (
 from distprune.jobs.run import JobFiles
 from tests.small_job import small_finetune_job, small_job, small_shrink_job
 
-__all__ = ["KINDS", "RESUMABLE", "Killed", "files", "job_of", "left", "run", "run_on_rank"]
+__all__ = ["KINDS", "RESUMABLE", "Killed", "files", "job_of", "left", "run", "run_in_own_folder", "run_on_rank"]
 
 RUN: dict[type, Callable[..., Any]] = {
     PruneJob: run_prune_job,
@@ -107,3 +107,10 @@ def run_on_rank(_: int, job: Any, dies_at: int | str | None = None, watcher: Wat
         except Exception as error:
             return f"{type(error).__name__}: {error}"
     return ""
+
+
+def run_in_own_folder(rank: int, folder: Path, job: Any) -> str:
+    """Run this rank's job where its paths lead to files of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder / str(rank))
+        return run_on_rank(rank, job)

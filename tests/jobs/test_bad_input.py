@@ -20,7 +20,7 @@ from distprune.checkpoint.output_lock import locking
 from distprune.collectives.communicator import communicator
 from distprune.jobs import OneShotJob, PlanJob, run_one_shot_job, run_plan_job
 from tests.hf_models import make_model, make_tokenizer
-from tests.jobs.jobs_of_a_kind import run_on_rank
+from tests.jobs.jobs_of_a_kind import run_in_own_folder, run_on_rank
 from tests.worlds import ProcessPool, run_threads
 
 
@@ -84,12 +84,6 @@ def test_it_is_refused(pool: ProcessPool, job: OneShotJob, what: str) -> None:
     assert not list(Path(job.output).parent.glob("*"))
 
 
-def run_in_own_folder(rank: int, folder: Path, job: OneShotJob) -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder / str(rank))
-        return run_on_rank(rank, job)
-
-
 def test_ranks_that_see_different_text(pool: ProcessPool, tmp_path: Path, job: OneShotJob) -> None:
     text = Path(job.calibration).read_text()
     for rank, of_rank in enumerate((text, text.replace("union", "onion"))):
@@ -97,6 +91,9 @@ def test_ranks_that_see_different_text(pool: ProcessPool, tmp_path: Path, job: O
         (tmp_path / str(rank) / "text.txt").write_text(of_rank)
     for error in pool.run(2, run_in_own_folder, tmp_path, dataclasses.replace(job, calibration="text.txt")):
         assert error.startswith("ValueError: ranks were called with different arguments: calibration tokens: ")
+    (tmp_path / "1" / "text.txt").unlink()
+    for error in pool.run(2, run_in_own_folder, tmp_path, dataclasses.replace(job, calibration="text.txt")):
+        assert error.startswith("FileNotFoundError: ")
     assert not list(Path(job.output).parent.glob("*"))
 
 

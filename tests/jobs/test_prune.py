@@ -22,17 +22,15 @@ from distprune.jobs.run import write_report
 from distprune.patterns.base import Pattern, Scope
 from distprune.patterns.block import Block
 from distprune.patterns.n_by_m import NByM
+from tests.jobs import jobs_of_a_kind
+from tests.jobs.jobs_of_a_kind import run_in_own_folder
 from tests.sampling import pairs_first
 from tests.worlds import ProcessPool
 
 
 def run_on_rank(rank: int, jobs: list[PruneJob]) -> str:
     """Run this rank's job; return the error as text, or nothing."""
-    try:
-        run_prune_job(jobs[rank % len(jobs)])
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return jobs_of_a_kind.run_on_rank(rank, jobs[rank % len(jobs)])
 
 
 class Heard(Watcher):
@@ -170,12 +168,6 @@ def test_ranks_with_different_arguments(
         assert error.startswith("ValueError: ranks were called with different arguments")
         assert shown in error
     assert list(tmp_path.iterdir()) == []
-
-
-def run_in_own_folder(rank: int, folder: Path, job: PruneJob) -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder / str(rank))
-        return run_on_rank(rank, [job])
 
 
 @pytest.mark.parametrize("what", ["model files", "evaluation tokens of text.txt"])

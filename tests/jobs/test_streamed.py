@@ -222,6 +222,11 @@ def refuses(tmp_path: Path, job: StreamedJob, match: str, kind: type[Exception] 
     assert sorted(tmp_path.iterdir()) == there
 
 
+def test_a_pattern_that_does_not_fit(models: Path, tmp_path: Path) -> None:
+    job = StreamedJob(model=str(models / "gpt2"), output=str(tmp_path / "out"), pattern="7:9")
+    refuses(tmp_path, job, "does not fit")
+
+
 @pytest.mark.parametrize("case", ["global", "2:4", "random", "block"])
 def test_nan(models: Path, tmp_path: Path, case: str) -> None:
     name = "transformer.h.1.mlp.c_proj.weight"  # at the end, when much is written

@@ -261,3 +261,12 @@ def test_budgets_are_met(seed: int) -> None:
         assert low <= rows <= high
         assert abs(rows - count / num) <= 1
     assert abs(sum(map(math.prod, zip(rows_of, num_out, strict=True))) - budget) < max(num_out)
+
+
+def ask_for_other_shares(rank: int) -> None:
+    allocate(tiny_model("llama"), TOKENS, 0.6 if rank else 0.7)
+
+
+def test_ranks_that_ask_for_other_shares() -> None:
+    for error in run_threads(2, ask_for_other_shares, catch=True):
+        assert "ranks were called with different arguments" in str(error)

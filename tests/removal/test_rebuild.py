@@ -21,13 +21,9 @@ from tests.removal.layouts import LAYOUTS, PLANS
 from tests.removal.sliced import SCRIPTS, Script, kept_units, sliced
 from tests.sampling import only_whole
 from tests.worlds import run_threads
+from tests.wrapped import whole
 
 TOKENS = samples(4)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def step(model: nn.Module) -> dict[str, torch.Tensor]:
