@@ -1,196 +1,130 @@
-"""Every method on CUDA against the CPU, selection against the memory's bandwidth, 2:4 matmuls, and a whole model.
+"""What distprune does on a GPU: tests, then what calls take; each part is a process of its own, with a time limit.
 
-python -m benchmarks.bench_gpu [--output benchmarks/results/FILE.md]
+    bash benchmarks/gpu.sh [--small] [--output FILE] [PART ...]
 
-Without a GPU it says so and ends. ``--device cpu`` runs all of it small, on the CPU: to see that it runs.
+Results are printed as they come, and written to ``benchmarks/results/gpu_<name>_<date>.md``. ``--small`` runs all of it
+on the CPU, kernels in Triton's interpreter: to see that it runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import importlib.util
-import statistics
+import datetime
+import os
+import platform
+import re
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
-from torch.sparse import to_sparse_semi_structured
 
-import distprune as prune
-from benchmarks.measure import heading, table
-from distprune.oneshot.prune_blocks import prune_blocks
-
-Call = Callable[[nn.Module], object]
-
-METHODS: dict[str, Call] = {
-    "magnitude": lambda m: prune.prune_model(m, 0.5),
-    "magnitude, each tensor": lambda m: prune.prune_model(m, 0.5, scope="tensor"),
-    "random": lambda m: prune.prune_model(m, 0.5, score="random", seed=1),
-    "row": lambda m: prune.prune_model(m, 0.5, pattern="row"),
-    "2:4": lambda m: prune.prune_model(m, pattern="2:4"),
-    "block:16": lambda m: prune.prune_model(m, 0.5, pattern="block:16"),
-    "channels:0": lambda m: prune.prune_model(m, 0.5, pattern="channels:0"),
-    "l1_unstructured": lambda m: prune.l1_unstructured(first(m), "weight", 0.5),
-    "ln_structured, n=2": lambda m: prune.ln_structured(first(m), "weight", 0.5, 2, 1),
-    "ln_structured, n=2.5": lambda m: prune.ln_structured(first(m), "weight", 0.5, 2.5, 1),
-    "random_structured": lambda m: prune.random_structured(first(m), "weight", 0.5, 0, seed=1),
-}
+ROOT = Path(__file__).parents[1]
+LIMIT = 470.0  # seconds, of all parts
+PARTS = {"tests": 130, "selection": 90, "training": 60, "one_shot": 130, "demo": 100, "two_four": 30}  # by importance
 
 
-def first(model: nn.Module) -> nn.Module:
-    return next(module for module in model.modules() if isinstance(module, nn.Linear))
-
-
-def weights(model: nn.Module) -> list[torch.Tensor]:
-    return [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
-
-
-class Clock:
-    """Seconds of a call on ``device``, which is waited for before and after."""
-
-    def __init__(self, device: torch.device, turns: int) -> None:
-        self._device = device
-        self._turns = turns
-
-    def wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def median(self, call: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
-        times = []
-        for _ in range(self._turns + 1):  # the first one warms up
-            before()
-            self.wait()
-            started = time.perf_counter()
-            call()
-            self.wait()
-            times.append(time.perf_counter() - started)
-        return statistics.median(times[1:])
-
-
-def methods(device: torch.device, size: int) -> str:
-    """Compare every method's weights with the CPU's."""
-    rows = []
-    for dtype in (torch.float32, torch.bfloat16):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(size, 3 * size), nn.Linear(3 * size, size)).to(dtype)
-        for name, call in METHODS.items():
-            here, there = copy.deepcopy(model), copy.deepcopy(model).to(device)
-            call(here)
-            started = time.perf_counter()
-            call(there)
-            took = time.perf_counter() - started
-            pairs = zip(weights(here), weights(there), strict=True)
-            answer = "equal" if all(torch.equal(one, other.cpu()) for one, other in pairs) else "DIFFERENT"
-            rows.append((str(dtype).removeprefix("torch."), name, answer, f"{took * 1e3:.1f}"))
-    return "## Against the CPU\n\n" + table(("dtype", "method", "weights", "ms, the first call"), rows)
-
-
-def selection(device: torch.device, clock: Clock, numel: int) -> str:
-    """Time the in-place call beside one copy of the weights, which is what the memory can do, and torch's calls."""
-    rows = []
-    for dtype in (torch.float32, torch.bfloat16):
-        drawn = torch.randn(numel // 4096, 4096, device=device).to(dtype)
-        module = nn.Linear(1, 1, bias=False)
-        module.weight = nn.Parameter(drawn.clone())
-        weight, beside = module.weight.detach(), torch.empty_like(drawn)
-        lowest = partial(torch.topk, k=numel // 2, largest=False)
-        calls: dict[str, Callable[[], object]] = {
-            "a copy of the weights": partial(beside.copy_, weight),
-            "prune_model": partial(prune.prune_model, module, 0.5),
-            "torch.topk": partial(_of_magnitudes, weight, lowest),
-            "torch.sort": partial(_of_magnitudes, weight, torch.sort),
-        }
-        num_bytes = 2 * numel * drawn.element_size()  # a read and a write
-        bandwidth = 0.0
-        for name, call in calls.items():
-            seconds = clock.median(call, partial(weight.copy_, drawn))
-            bandwidth = bandwidth or num_bytes / seconds
-            share = num_bytes / seconds / bandwidth
-            rows.append((str(dtype).removeprefix("torch."), name, f"{seconds * 1e3:.2f}", f"{share:.3f}"))
-    columns = ("dtype", "what", "ms", "share of the copy's bandwidth")
-    title = f"\n## Half of {numel:,} weights\n\nOne read and one write are counted for each; the goal is 0.5.\n\n"
-    return title + table(columns, rows)
-
-
-def _of_magnitudes(weight: torch.Tensor, call: Callable[[torch.Tensor], object]) -> object:
-    return call(weight.view(-1).abs())
-
-
-def semi_structured(device: torch.device, clock: Clock, size: int) -> str:
-    """Time a matmul with a 2:4 weight, dense and as torch's sparse tensor."""
-    title = "\n## 2:4 through to_sparse_semi_structured\n\n"
-    if device.type != "cuda":
-        return title + "Needs CUDA.\n"
-    module = nn.Linear(size, size, bias=False, device=device, dtype=torch.float16)
-    prune.prune_model(module, pattern="2:4")
-    x, dense = torch.randn(size, size, device=device, dtype=torch.float16), module.weight.detach()
-    sparse = to_sparse_semi_structured(dense)
-    torch.testing.assert_close(torch.mm(sparse, x), torch.mm(dense, x), rtol=1e-2, atol=1e-1)
-    seconds = [clock.median(partial(torch.mm, weight, x)) for weight in (dense, sparse)]
-    rows = [(f"{size} x {size}", *(f"{each * 1e3:.3f}" for each in seconds), f"{seconds[0] / seconds[1]:.2f}")]
-    return title + table(("float16 matmul", "dense ms", "2:4 ms", "times as fast"), rows)
-
-
-def one_shot(device: torch.device, clock: Clock, *, small: bool) -> str:
-    """Prune a Llama-like model with random weights in one shot."""
-    title = "\n## One-shot pruning, random weights\n\n"
-    if importlib.util.find_spec("transformers") is None:
-        return title + "Needs transformers.\n"
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = (64, 128, 2, 4, 256) if small else (2048, 5504, 22, 16, 32_000)  # about 1.1 billion
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    config = LlamaConfig(**dict(zip(names, sizes, strict=True)), max_position_embeddings=2048)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model: Any = LlamaForCausalLM(config).to(torch.float32 if small else torch.bfloat16).eval()
-        samples = torch.randint(0, sizes[-1], (4, 32) if small else (128, 2048))
-    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    rows = []
-    for method, pattern, sparsity in (("wanda", "2:4", None), ("sparsegpt", "2:4", None), ("sparsegpt", "row", 0.5)):
-        model.load_state_dict(weights, strict=False)
-        clock.wait()
-        started = time.perf_counter()
-        prune_blocks(model, samples.cpu(), method=method, pattern=pattern, sparsity=sparsity)  # type: ignore[arg-type]
-        clock.wait()
-        rows.append((method, pattern, f"{time.perf_counter() - started:.1f}", f"{prune.sparsity(model):.4f}"))
-    num = sum(parameter.numel() for parameter in model.parameters())
-    text = f"{num:,} parameters, {samples.shape[0]} samples of {samples.shape[1]} tokens.\n\n"
-    return title + text + table(("method", "pattern", "seconds", "sparsity"), rows)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--turns", type=int, default=7)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true")
     parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("There is no GPU here. python -m benchmarks.bench_gpu --device cpu runs all of it small.")
-        return
-    device, small = torch.device(arguments.device), arguments.device == "cpu"
-    clock = Clock(device, 1 if small else arguments.turns)
-    text = heading("Pruning on a GPU", f"python -m benchmarks.bench_gpu --device {arguments.device}")
-    text += f"- Device: {'the CPU, small' if small else torch.cuda.get_device_properties(device).name}\n\n"
-    parts: list[Callable[[], str]] = [
-        lambda: methods(device, 64 if small else 2048),
-        lambda: selection(device, clock, 1 << 16 if small else 1 << 29),
-        lambda: semi_structured(device, clock, 8192),
-        lambda: one_shot(device, clock, small=small),
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default")
+    args = parser.parse_args(arguments)
+    if unknown := set(args.parts).difference(PARTS):
+        parser.error(f"there is no part {', '.join(unknown)}; those are {', '.join(PARTS)}")
+    if not args.small and not torch.cuda.is_available():
+        print("There is no GPU here. --small runs all of it on the CPU.")
+        return 1
+    name = "small" if args.small else re.sub(r"\W+", "-", torch.cuda.get_device_name().lower())
+    output = args.output or ROOT / f"benchmarks/results/gpu_{name}_{datetime.date.today()}.md"
+    text, end, num_failed = _heading(name), time.perf_counter() + LIMIT, 0
+    print(text, flush=True)
+    for part in args.parts or PARTS:
+        lines, failure = _run(part, args.small, min(PARTS[part], end - time.perf_counter()))
+        num_failed += failure is not None
+        text += "\n".join(["", *lines, *([] if failure is None else ["", f"{part}: {failure}"])]) + "\n"
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text, "utf-8")  # so that a run that is cut off leaves what it has
+    print(f"\nwritten to {output}")
+    return min(num_failed, 1)
+
+
+def _heading(name: str) -> str:
+    if name == "small":
+        gpu = "none: small, on the CPU, kernels in Triton's interpreter"
+    else:
+        there = torch.cuda.get_device_properties(0)
+        gpu = f"{there.name} ({there.multi_processor_count} multiprocessors, {there.total_memory / 2**30:.0f} GiB)"
+    versions = ", ".join(
+        f"{package} {_version(package)}" for package in ("distprune", "torch", "triton", "transformers")
+    )
+    lines = [
+        f"- Date: {datetime.date.today()}",
+        f"- Hardware: {gpu}, {os.cpu_count()} CPU cores; one process",
+        f"- Versions: Python {platform.python_version()}, {versions}",
+        "- Command: `bash benchmarks/gpu.sh`",
     ]
-    for part in parts:
-        text += (found := part())
-        print(found, flush=True)
-    if arguments.output is not None:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(text)
+    return "\n".join(["# distprune on a GPU", "", *lines, ""])
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        if package != "distprune":
+            return "missing"
+        match = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
+        return f"{match[1] if match else ''}, from its sources"
+
+
+def _run(part: str, is_small: bool, limit: float) -> tuple[list[str], str | None]:
+    """Run ``part``, and print what it does; return its lines, and what went wrong."""
+    if limit < 10:
+        return [], "left out: there was no time left"
+    command = [sys.executable, str(ROOT / "benchmarks/gpu_parts.py"), part, *(["--small"] if is_small else [])]
+    if part == "tests":
+        if find_spec("pytest") is None or find_spec("hypothesis") is None:
+            return [], "left out: needs pytest and hypothesis"
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider", "-m", "gpu"]
+        command += ["-n", "6"] if find_spec("xdist") is not None and not is_small else ["-p", "no:xdist"]
+        command += ["tests/pruning/test_gpu.py"] if is_small else ["tests"]
+    started, is_over = time.perf_counter(), threading.Event()
+    env = {**os.environ, **({"TRITON_INTERPRET": "1"} if is_small else {})}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as run:
+
+        def stop() -> None:
+            is_over.set()
+            run.kill()
+
+        timer = threading.Timer(limit, stop)
+        timer.start()
+        assert run.stdout is not None
+        lines = []
+        for line in run.stdout:
+            print(line, end="", flush=True)
+            lines.append(line.rstrip())
+        code = run.wait()
+        timer.cancel()
+    print(f"({part}: {time.perf_counter() - started:.0f} s)", flush=True)
+    failure = f"stopped after {limit:.0f} s" if is_over.is_set() else None
+    if part == "tests":
+        return ["## Tests\n", *_tests(lines)], failure or (f"exit code {code}" if code not in (0, 5) else None)
+    report = [line[2:] for line in lines if line == ">" or line.startswith("> ")]
+    return report, failure or (f"FAILED: {lines[-1] if lines else code}" if code else None)
+
+
+def _tests(lines: Sequence[str]) -> list[str]:
+    """Return how many tests passed, and the first that did not."""
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return [*(line for line in lines[-1:] if " in " in line), *(f"- {line[:150]}" for line in failed[:5])]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

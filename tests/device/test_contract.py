@@ -30,6 +30,7 @@ from tests.contract import SCRIPTS
 from tests.device.accelerator import DEVICE, on_rank
 from tests.layouts import LAYOUTS, Layout
 from tests.pruning import test_patterns as patterns
+from tests.pruning.test_gpu import there
 from tests.removal.layouts import parallelize, shard
 from tests.sampling import all_pairs
 from tests.worlds import ProcessPool
@@ -37,15 +38,6 @@ from tests.wrapped import transformer, whole
 
 TWO_RANKS = [layout for layout in LAYOUTS if 2 in layout.world_sizes and layout.name != "last-half"]
 AXES = (test_contract.SCORES, test_contract.SCOPES, test_contract.DTYPES, test_contract.KINDS)
-
-
-def there(value: Any, device: torch.device) -> Any:
-    """Return ``value`` with its tensors on the device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {name: there(each, device) for name, each in value.items()}
-    return type(value)(there(each, device) for each in value) if isinstance(value, list | tuple) else value
 
 
 def contract_on_rank(rank: int, name: str, number: int) -> None:
