@@ -25,7 +25,7 @@ LINES = {
     "pruning": (1421, 960),
     "removal": (1508, 1160),
     "scores": (376, 350),
-    "selection": (483, 520),
+    "selection": (498, 520),
     "shards": (1175, 1030),
     "training": (1483, 1030),
 }

@@ -158,12 +158,12 @@ def _num_pruned(pattern: Pattern, num_in: int) -> int:
 
 
 def _keep(size: torch.Tensor, pattern: Pattern, share: float) -> torch.Tensor:
-    """Return what stays of ``size`` (rows, in) while ``share`` of what ``pattern`` prunes in a row goes."""
+    """Return what stays of ``size`` (rows, in), which is used up, while ``share`` of what ``pattern`` prunes goes."""
     size = as_keys(size)
     if share == 1 or not len(size):
         return pattern.keep(size)
     num_pruned = int(share * _num_pruned(pattern, size.shape[1]))
     if pattern.width != 1:  # within groups: the smallest of those that are to go
         highest = torch.inf if size.is_floating_point() else torch.iinfo(size.dtype).max
-        size = size.masked_fill(pattern.keep(size), highest)
+        size.masked_fill_(pattern.keep(size), highest)
     return keep_highest_per_row(size, num_pruned)

@@ -38,7 +38,6 @@ from distprune.shards.select import KeptIndices, select
 
 _NUM_TURNS = 6  # more gain a thousandth of what six do
 _MOST_GROUPS = 256  # among which channels change places; with 512 of 1,376 it takes twice as long for 3 % of the gain
-_CHUNK = 1 << 26  # shares that are compared at a time
 _TINY = torch.finfo(torch.float32).tiny
 _OF_VALUES = re.compile(r"(^|\.)(qkv_proj|v[^.]*)\.(weight|bias)$")  # parameters
 _KINDS: tuple[UnitKind, ...] = ("kv_groups", "mlp")  # of units whose channels may change places
@@ -226,8 +225,11 @@ def _exchanged(comm: Communicator, shares: list[torch.Tensor], groups: torch.Ten
 
     assign = import_extra("scipy.optimize", "hf").linear_sum_assignment
     gains = sum_together(comm, (len(parts), meeting.shape[1], meeting.shape[1]), fill, torch.float64)
-    for part, of_part in zip(parts, gains.numpy(), strict=True):
-        channels, goes_to = assign(of_part, maximize=True)
+    # The best of each channel, then of each group, costs nothing: most are matched at once, in half of the time.
+    costs = gains.amax(2, keepdim=True) - gains
+    costs -= costs.amin(1, keepdim=True)
+    for part, of_part in zip(parts, costs.numpy(), strict=True):
+        channels, goes_to = assign(of_part)
         part[goes_to, place] = part[channels, place]
     moved = groups.clone()
     moved[:, meeting] = parts.view(len(groups), *meeting.shape, -1)
@@ -252,10 +254,15 @@ def _gains(shares: torch.Tensor, parts: torch.Tensor, place: int, n: int) -> tor
     In a row that is max(0, s - t): s is its share, t the smallest that the group would keep without it. As
     2 max(0, s - t) = |s - t| + s - t, and all channels go to one group each, the sums of |s - t| say as much.
     """
-    parts = sent(parts, shares.device)
-    channels, others = parts[..., place], torch.cat([parts[..., :place], parts[..., place + 1 :]], dim=-1)
-    gains = torch.zeros((*channels.shape, channels.shape[1]), dtype=torch.float64, device=shares.device)
-    for some in torch.split(shares, max(1, _CHUNK // len(shares)), dim=1):
-        least = some[others].topk(n, dim=2).values[:, :, -1]  # (parts, groups, rows)
-        gains += torch.cdist(some[channels], least, p=1)
-    return gains
+    places = sent(parts.movedim(-1, 0).roll(-place, 0), shares.device)
+    return torch.cdist(shares[places[0]], _nth_highest(shares[places[1:]], n), p=1)
+
+
+def _nth_highest(values: torch.Tensor, n: int) -> torch.Tensor:
+    """Return the ``n``-th highest of ``values`` along dim 0; they are sorted in place, by exchanges of neighbours."""
+    for i in range(len(values)):
+        before, behind = values[i % 2 : -1 : 2], values[1 + i % 2 :: 2]
+        highest = torch.maximum(before, behind)
+        torch.minimum(before, behind, out=behind)
+        before.copy_(highest)
+    return values[n - 1]

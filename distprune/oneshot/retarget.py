@@ -55,14 +55,9 @@ def retarget(rows: Mapping[str, Rows], way: Mapping[str, torch.Tensor], aim: Aim
     Weights that are 0 stay so. Arithmetic is float32.
     """
     for name, layer in rows.items() if way else ():
-        if name not in way:
-            for (weight,) in row_parts(layer.weight):
-                _move(weight, weight.float() @ way[_SHIFT], aim.share)
-            continue
-        change = torch.cat([way[name][:0], *(way[name][start:stop] for start, stop in layer.runs)])
+        change = layer.weight
+        if name in way:
+            change = torch.cat([way[name][:0], *(way[name][start:stop] for start, stop in layer.runs)])
         for weight, part in row_parts(layer.weight, change):
-            _move(weight, part, aim.share)
-
-
-def _move(weight: torch.Tensor, change: torch.Tensor, share: float) -> None:
-    weight.add_(change.masked_fill(weight == 0, 0).to(weight.dtype), alpha=share)
+            beyond = part if name in way else part.float() @ way[_SHIFT]
+            weight.add_(beyond.masked_fill(weight == 0, 0).to(weight.dtype), alpha=aim.share)

@@ -15,11 +15,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from distprune.kernels.available import has_kernels
+from distprune.kernels.lowest import Keys
+from distprune.kernels.table import Piece
+from distprune.kernels.within import MOST_IN_GROUP, keep_groups, keep_rows
 from distprune.shards.device import chunk_size, fetched, on_host
 
 Array = npt.NDArray[Any]
 
 _MAX_PAIRED = 16  # scores of a group are compared pair by pair up to this m; a sort is faster beyond
+_INT32 = Keys("keys", -(1 << 31) - 1, (1 << 31) - 1, "unmarked")  # each is one of a number that was not pruned before
 
 
 def keep_highest_per_group(scores: torch.Tensor, n: int, m: int) -> torch.Tensor:
@@ -38,13 +43,13 @@ def keep_highest_per_group(scores: torch.Tensor, n: int, m: int) -> torch.Tensor
     if num_columns % m:
         raise ValueError(f"{n}:{m} needs a number of columns that {m} divides, not {num_columns}")
 
-    def keep_rows(rows: torch.Tensor, keep: torch.Tensor, _: slice) -> None:
+    def choose(rows: torch.Tensor, keep: torch.Tensor, _: slice) -> None:
         if m <= _MAX_PAIRED:
             _keep_by_pairs(rows, n, m, keep)
         else:
             _keep_by_sorting(rows.view(-1, m), m - n, keep.view(-1, m))
 
-    return _by_rows(scores, keep_rows)
+    return _by_rows(scores, choose, (keep_groups, n, m) if m <= MOST_IN_GROUP else None)
 
 
 def keep_highest_per_row(scores: torch.Tensor, num_pruned: int | torch.Tensor) -> torch.Tensor:
@@ -82,7 +87,8 @@ def keep_highest_per_row(scores: torch.Tensor, num_pruned: int | torch.Tensor) -
             place_from_end = np.searchsorted(row, row, side="right") - np.arange(len(row))
             kept.reshape(-1)[tied[place_from_end <= num_tied_kept[row]]] = True
 
-    return _by_rows(scores, here if is_here else lambda rows, keep, _: _keep_by_sorting(rows, number, keep))
+    choose = here if is_here else lambda rows, keep, _: _keep_by_sorting(rows, number, keep)
+    return _by_rows(scores, choose, (keep_rows, num_columns, number))
 
 
 def _check_2d(scores: torch.Tensor) -> None:
@@ -141,9 +147,21 @@ def _keep_by_sorting(rows: torch.Tensor, num_pruned: int | torch.Tensor, keep: t
         keep.scatter_(1, order, stays)
 
 
-def _by_rows(scores: torch.Tensor, keep_rows: Callable[[torch.Tensor, torch.Tensor, slice], object]) -> torch.Tensor:
-    """Return what ``keep_rows`` writes of all rows, so many at a time that temporaries stay small."""
+def _by_rows(
+    scores: torch.Tensor,
+    choose: Callable[[torch.Tensor, torch.Tensor, slice], object],
+    kernel: tuple[Callable[..., None], int, int] | None = None,
+) -> torch.Tensor:
+    """Return what ``choose`` writes of all rows, so many at a time that temporaries stay small.
+
+    ``kernel``: what does so of int32 on a GPU, with its numbers: one launch, for which nobody waits.
+    """
     keep = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
+    if kernel is not None and scores.dtype is torch.int32 and has_kernels(scores.device):
+        keep_units, *numbers = kernel
+        totals = torch.zeros((1, 3), dtype=torch.int64, device=scores.device)
+        keep_units([Piece(scores.contiguous().view(-1), out=keep.view(-1))], *numbers, _INT32, totals)
+        return keep
     # A stable sort on a device takes some 30 bytes of temporaries for each element.
     is_here, is_float = on_host(scores.device), scores.is_floating_point()
     num_rows = max(1, chunk_size(scores.device) // (1 if is_here else 2) // max(1, scores.shape[1]))
@@ -156,7 +174,7 @@ def _by_rows(scores: torch.Tensor, keep_rows: Callable[[torch.Tensor, torch.Tens
             num_nans += rows.isnan().sum()
         if is_here and rows.dtype in (torch.bfloat16, torch.float16):
             rows = rows.float()  # exact
-        keep_rows(rows.contiguous(), keep[at], at)
+        choose(rows.contiguous(), keep[at], at)
     if num_nans is not None and (num := int(fetched([num_nans])[0])):
         raise ValueError(f"{num} scores are NaN; NaN has no place in the order, mend the values first")
     return keep

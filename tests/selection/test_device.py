@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -70,19 +71,25 @@ def test_nan_is_counted() -> None:
         CALLS["2:4"](nn.ModuleList(modules), Alone())
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.int32], ids=str)
-def test_groups_and_rows_equal_the_hosts(dtype: torch.dtype) -> None:
-    numbers = torch.arange(40) * 2
+@pytest.mark.parametrize(
+    ("dtype", "kernels_on"), [*((each, ()) for each in (*FLOATS, torch.int32)), (torch.int32, ("cpu",))], ids=str
+)
+def test_groups_and_rows_equal_the_hosts(dtype: torch.dtype, kernels_on: tuple[str, ...]) -> None:
+    if kernels_on:
+        pytest.importorskip("tests.kernels.interpreted")
+    num_rows = 2 if kernels_on else 40  # Triton's interpreter takes its time
+    numbers = torch.arange(num_rows) * 2
     groups = [(n, m) for m in (*range(1, 7), 8, 10, 12, 15, 16, 24) for n in {1, m // 2}]  # by pairs, by a sort
+    groups = [(1, 3), (2, 4), (20, 40)] if kernels_on else groups
 
     def kept(scores: torch.Tensor) -> list[torch.Tensor]:
         found = [keep_highest_per_group(scores, n, m) for n, m in groups]
         return found + [keep_highest_per_row(scores, number) for number in (0, 50, 240, numbers, numbers * 0 + 3)]
 
     for kind in ("normal", "ties", "infinite"):
-        scores = values_of(kind, 40 * 240, torch.float32).nan_to_num(0, 9, -9).mul(3).to(dtype).view(40, 240)
+        scores = values_of(kind, num_rows * 240, torch.float32).nan_to_num(0, 9, -9).mul(3).to(dtype).view(-1, 240)
         here = kept(scores)
-        with as_on_a_device(1 << 12):
+        with as_on_a_device(1 << 12), patch("distprune.kernels.available._DEVICES", kernels_on):
             there = kept(scores)
         assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
     nan = torch.ones(60, 96)
