@@ -52,11 +52,6 @@ class Piece:
     seeds: tuple[int, int] = (0, 0)
     owned: bool = True
 
-    def cut(self, at: slice) -> Piece:
-        """Return the piece of the elements ``at``."""
-        cut = [None if tensor is None else tensor[at] for tensor in (self.other, self.out, self.mask)]
-        return dataclasses.replace(self, values=self.values[at], other=cut[0], out=cut[1], mask=cut[2])
-
     def row(self) -> tuple[int, ...]:
         """Return the columns of a segment that is all of it."""
         given = (self.values, self.other, self.out, self.mask)
@@ -65,26 +60,18 @@ class Piece:
         return *addresses, self.values.numel(), *place, *self.seeds, self.owned
 
 
-def pieces_of(
-    geometry: Geometry, values: torch.Tensor, out: torch.Tensor | None = None, other: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None, **fields: Any,
-) -> list[Piece]:  # fmt: skip
-    """Return the elements of a shard, contiguous in memory, as pieces: one, where its runs are equally far apart."""
-    given: dict[str, Any] = {"other": _flat(other), "out": _flat(out), "mask": _flat(mask), **fields}
-    flat, parts = values.view(-1), _parts(geometry)
-    if len(parts) == 1:
-        return [Piece(flat, flat=parts[0][1], run=parts[0][2], stride=parts[0][3], **given)]
-    return pieces_between(geometry, 0, flat, **given)
-
-
-def pieces_between(geometry: Geometry, begin: int, values: torch.Tensor, **fields: Any) -> list[Piece]:
-    """Return ``values``, of the local elements from ``begin`` on, as pieces."""
-    whole, end, pieces = Piece(values, **fields), begin + len(values), []
+def pieces_of(geometry: Geometry, whole: Piece, begin: int = 0) -> list[Piece]:
+    """Return the local elements from ``begin`` on, ``whole``, as pieces: one, where its runs are equally far apart."""
+    numel, pieces = whole.values.numel(), []
     for at, flat, run, stride in _parts(geometry):
-        low, high = max(at.start, begin), min(at.stop, end)
+        low, high = max(at.start, begin), min(at.stop, begin + numel)
         if low < high:
-            piece = whole.cut(slice(low - begin, high - begin))
-            pieces.append(dataclasses.replace(piece, flat=flat, run=run, stride=stride, start=low - at.start))
+            place: dict[str, Any] = {"flat": flat, "run": run, "stride": stride, "start": low - at.start}
+            if high - low < numel:
+                for name in ("values", "other", "out", "mask"):
+                    tensor = getattr(whole, name)
+                    place[name] = None if tensor is None else tensor.view(-1)[low - begin : high - begin]
+            pieces.append(dataclasses.replace(whole, **place))
     return pieces
 
 
@@ -101,10 +88,6 @@ def _parts(geometry: Geometry) -> list[tuple[slice, int, int, int]]:
     stops = np.cumsum(lengths)
     rows = zip(starts.tolist(), (stops - lengths).tolist(), stops.tolist(), strict=True)
     return [(slice(begin, end), flat, _CONTIGUOUS, 0) for flat, begin, end in rows]
-
-
-def _flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.view(-1)
 
 
 def _runs_of(geometry: Geometry) -> tuple[IntArray, IntArray]:

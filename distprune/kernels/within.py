@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, final
 
 import torch
 
@@ -11,32 +12,50 @@ from distprune.kernels.lowest import Keys
 from distprune.kernels.table import Piece, tables_of
 
 MOST_IN_GROUP = 32
+Units = tuple[str, int, int]  # ("groups", n, m), or ("rows", inputs, how many go)
 _LANES = 1024  # of a tile of groups, half of it for large ones: with more, registers spill
 _WIDEST = 1 << 13  # of a row that is one tile; a longer one is read again for each bit
+_BLOCK = 1024
 
 
-def keep_groups(
-    pieces: Sequence[Piece], n: int, m: int, keys: Keys, totals: torch.Tensor, *, lanes: int = _LANES
-) -> None:
-    """Write masks of ``n`` of every ``m`` consecutive elements, which no piece cuts. Local: a launch a kind.
+@final
+class Within:
+    """Units of one kind, which no piece cuts: ``n`` of every ``m`` consecutive elements stay, or all but some of a row.
 
-    ``totals`` (tensors, 3), int64: pruned, gone before, NaN.
+    ``totals`` (tensors, 3), int64, on the device: pruned, gone before, NaN. Local: a launch for all tensors of a dtype.
     """
-    groups = max((lanes if m <= 16 else lanes // 2) >> (m - 1).bit_length(), 1)
-    constants = {"N": n, "M": m, "GROUPS": groups, **keys.constants}
-    for table in tables_of(pieces, groups * m):
-        table.run(kernels("rows").keep_n_of_m, totals, keys.gone, keys.last, **constants)
 
+    def __init__(
+        self, pieces: Sequence[Piece], units: Units, keys: Keys, totals: torch.Tensor, *, lanes: int = _LANES,
+        widest: int = _WIDEST,
+    ) -> None:  # fmt: skip
+        kind, first, second = units
+        self._keys, self._totals, self._is_groups = keys, totals, kind == "groups"
+        self._numbers: tuple[int, ...] = () if self._is_groups else (first, second)
+        if self._is_groups:
+            groups = max((lanes if second <= 16 else lanes // 2) >> (second - 1).bit_length(), 1)
+            self._tables = tables_of(pieces, groups * second)
+            self._constants: dict[str, Any] = {"N": first, "M": second, "GROUPS": groups}
+        else:
+            width = min(1 << (first - 1).bit_length(), widest)
+            self._tables = tables_of(pieces, first, row=first)
+            self._constants = {"IS_ONE": first <= width, "WIDTH": width, "num_warps": min(max(width // 256, 1), 16)}
+            for table in self._tables:
+                table.constants["ALIGNED"] &= first % 16 == 0
 
-def keep_rows(
-    pieces: Sequence[Piece], num_in: int, num_lowest: int, keys: Keys, totals: torch.Tensor, *, widest: int = _WIDEST
-) -> None:
-    """Write masks without the ``num_lowest`` of every ``num_in`` consecutive elements, as :func:`keep_groups`."""
-    width = min(1 << (num_in - 1).bit_length(), widest)
-    for table in tables_of(pieces, num_in, row=num_in):
-        table.constants["ALIGNED"] &= num_in % 16 == 0
-        is_short = table.constants["DTYPE"].primitive_bitwidth == 16 and keys.score == "magnitude" and not keys.wide
-        num_bits = 15 if is_short else 31
-        constants = {"IS_ONE": num_in <= width, "WIDTH": width, "BITS": num_bits, **keys.constants}
-        constants["num_warps"] = min(max(width // 256, 1), 16)
-        table.run(kernels("rows").keep_in_rows, totals, keys.gone, keys.last, num_in, num_lowest, **constants)
+    def count_nans(self) -> None:
+        """Count what is NaN of each tensor."""
+        checks = {"WEIGHTS_TOO": self._keys.checks_weights, "BLOCK": _BLOCK, **self._keys.constants}
+        for table in self._tables:
+            table.run(kernels("rows").count_nans, self._totals, self._keys.last, **checks)
+
+    def write(self, num_nans: torch.Tensor | None = None) -> None:
+        """Write masks of what stays; with ``num_nans``, on the device, zeros into the weights, if that is 0."""
+        keys, guard = self._keys, self._totals.new_zeros(1) if num_nans is None else num_nans
+        kernel = kernels("rows").keep_n_of_m if self._is_groups else kernels("rows").keep_in_rows
+        constants = {"WRITES_MASK": num_nans is None, **self._constants, **keys.constants}
+        for table in self._tables:
+            if not self._is_groups:
+                is_short = table.constants["DTYPE"].primitive_bitwidth == 16 and keys.score == "magnitude"
+                constants["BITS"] = 15 if is_short and not keys.wide else 31
+            table.run(kernel, self._totals, guard, keys.gone, keys.last, *self._numbers, **constants)

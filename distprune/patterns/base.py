@@ -126,11 +126,14 @@ class Ranked:
 class InPlace(Protocol):
     """What writes zeros into the weights themselves."""
 
-    def zero(self) -> None:
-        """Write them, if no score is NaN on any rank. It cannot fail. Local, no wait."""
+    def zero(self) -> bool:
+        """Write them, if no score is NaN on any rank; return whether kernels could. Every rank must call it: no wait.
 
-    def counts(self) -> Sequence[torch.Tensor]:
-        """Return the counts of each shard, on the CPU. Local, one wait."""
+        What fails raises on every rank, and nothing is changed.
+        """
+
+    def counts(self) -> torch.Tensor:
+        """Return the counts of each shard, (shards, 3), on the CPU. Local, one wait."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import final
 import torch
 from typing_extensions import override
 
-from distprune.kernels.within import MOST_IN_GROUP
+from distprune.kernels.within import MOST_IN_GROUP, Units
 from distprune.patterns.base import Pattern
 from distprune.patterns.unstructured import Unstructured
 from distprune.patterns.within_rows import WithinRows
@@ -62,7 +62,7 @@ class NByM(WithinRows):
         return Unstructured(share, "tensor"), self
 
     @override
-    def kernel(self, matrix: Matrix) -> tuple[str, int, int] | None:
+    def kernel(self, matrix: Matrix) -> Units | None:
         return ("groups", self.n, self.m) if self.m <= MOST_IN_GROUP else None
 
     @override

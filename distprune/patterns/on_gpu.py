@@ -10,8 +10,8 @@ from torch.autograd.graph import increment_version
 
 from distprune.collectives.agree import sum_together, together
 from distprune.kernels.lowest import Keys, Lowest, Mark, Tuning
-from distprune.kernels.table import Piece, Table, pieces_between, pieces_of, tables_of
-from distprune.kernels.within import keep_groups, keep_rows
+from distprune.kernels.table import Piece, Table, pieces_of, tables_of
+from distprune.kernels.within import Units, Within
 from distprune.patterns.base import Ranked
 from distprune.patterns.census import Competing
 from distprune.scores.base import LocalScores
@@ -29,9 +29,8 @@ def keys_of_weights(ranked: Ranked, scores: Sequence[LocalScores], orders: Itera
     """Return how kernels make keys of all of ``scores``, which are on one GPU; ``None``: they do not. Local."""
     name, own_orders = ranked.score.kernel, [*orders]
     marks = {_mark(each) for each in scores}
-    kinds = {(order.ordered_by, order.zeros_gone) for order in own_orders}
     mark = marks.pop() if len(marks) == 1 else None
-    if name is None or mark is None or len(kinds) != 1 or not all(map(_is_plain, scores)):
+    if name is None or mark is None or not all(map(_is_plain, scores)):
         return None
     dtypes = [each.shard.local.dtype for each in scores]
     wide = name == "magnitude" and any(d is not o.value_dtype for d, o in zip(dtypes, own_orders, strict=True))
@@ -65,24 +64,22 @@ def pieces(scores: LocalScores, tensor: int, out: torch.Tensor | None, **place: 
     """Return the pieces of one shard: row ``tensor`` of the totals; ``place``: where in its competition."""
     shard, (gradient, mask) = scores.shard, _given(scores)
     seeds = scores.score.seeds(shard.name) if scores.score.kernel == "random" else (0, 0)
-    given: dict[str, Any] = {"tensor": tensor, "owned": shard.owned, "seeds": seeds, **place}
-    return pieces_of(shard.geometry, shard.local, out, gradient, mask, **given)
+    whole = Piece(shard.local, tensor, other=gradient, out=out, mask=mask, seeds=seeds, owned=shard.owned, **place)
+    return pieces_of(shard.geometry, whole)
 
 
-def write_masks(
-    scores: Sequence[LocalScores], units: Sequence[tuple[str, int, int]], keys: Keys, outs: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Write what stays of shards whose units are whole, and return the counts of each: pruned, gone before, NaN. Local.
+def units_on_gpu(
+    scores: Sequence[LocalScores], units: Sequence[Units], keys: Keys, outs: Sequence[torch.Tensor | None]
+) -> tuple[list[Within], torch.Tensor]:
+    """Return what decides units that are whole in these shards, by kind, and the totals of each shard. Local.
 
-    ``units``: ``("groups", n, m)``, or ``("rows", inputs, how many go)``. One launch for all of one kind.
+    ``outs``: masks to write; where there are none, zeros are written.
     """
     totals = torch.zeros((len(scores), 3), dtype=torch.int64, device=scores[0].device)
-    members: dict[tuple[str, int, int], list[Piece]] = {}
+    members: dict[Units, list[Piece]] = {}
     for i, (each, unit, out) in enumerate(zip(scores, units, outs, strict=True)):
         members.setdefault(unit, []).extend(pieces(each, i, out))
-    for (kind, first, second), parts in members.items():
-        (keep_groups if kind == "groups" else keep_rows)(parts, first, second, keys, totals)
-    return [*totals.unbind()]
+    return [Within(parts, unit, keys, totals) for unit, parts in members.items()], totals
 
 
 def runs_on_gpu(ranked: Ranked, competitions: Sequence[Competition]) -> bool:
@@ -141,13 +138,13 @@ class ElementsOnGpu:
         """Yield tables of keys that are computed chunk by chunk."""
         for i, each in enumerate(scores):
             competition, first = self._competing.place(each)
-            place = {"tensor": i, "competition": competition, "zeroth": first, "owned": each.shard.owned}
             geometry, order = each.shard.geometry, self._order(each)
             for start in range(0, geometry.local_numel, _CHUNK):
                 at = slice(start, min(start + _CHUNK, geometry.local_numel))
                 out = None if outs is None else outs[i][at]
                 keys = each.keys_at(order, at).to(torch.int32)
-                yield from tables_of(pieces_between(geometry, start, keys, out=out, **place), _BLOCK)
+                whole = Piece(keys, i, competition, first, out=out, owned=each.shard.owned)
+                yield from tables_of(pieces_of(geometry, whole, start), _BLOCK)
 
     def write_masks(self, scores: Sequence[LocalScores], outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Write what stays of ``scores``, and return the counts of each: pruned, gone before, NaN. Local, one wait."""
@@ -155,16 +152,17 @@ class ElementsOnGpu:
         made = tables_of(self._pieces(scores, outs), _BLOCK) if self.reads_weights else self._chunks(scores, outs)
         for table in made:
             self._lowest.write(table, self._totals, writes_mask=True)
-        return self.counts()[: len(scores)]
+        return [*self.counts()[: len(scores)]]
 
-    def zero(self) -> None:
+    def zero(self) -> bool:
         """Write zeros into the weights, if none is NaN on any rank. Local, no wait."""
         self._totals.zero_()
         for table in self._tables:
             self._lowest.write(table, self._totals, writes_mask=False)
         increment_version([scores.shard.local for scores in self._ranked.scores])  # no kernel does
+        return True
 
-    def counts(self) -> list[torch.Tensor]:
+    def counts(self) -> torch.Tensor:
         """Return the counts of what was written last, and note the thresholds. Local, one wait."""
         totals, states = fetched([self._totals, self._lowest.states])
         thresholds: list[float | int | None] = []
@@ -172,4 +170,4 @@ class ElementsOnGpu:
             is_new = competition.num_lowest > 0 and key != self._keys.gone
             thresholds.append(competition.order.values([key])[0] if is_new else None)
         self.thresholds[:] = self._competing.by_member(thresholds)
-        return [*totals.unbind()]
+        return totals

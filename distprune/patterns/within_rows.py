@@ -12,18 +12,22 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.autograd.graph import increment_version
 from typing_extensions import override
 
+from distprune.collectives.agree import sum_together
 from distprune.kernels.available import has_kernels
+from distprune.kernels.lowest import Keys
+from distprune.kernels.within import Units, Within
 from distprune.patterns.base import Choice, Pattern, Ranked, check_share, shares_of
 from distprune.patterns.census import take_census
 from distprune.patterns.cut_bands import Answers, CutBands, CutPart, unpacked
 from distprune.patterns.local_units import IntArray, RowUnits
-from distprune.patterns.on_gpu import keys_of_weights, write_masks
+from distprune.patterns.on_gpu import keys_of_weights, units_on_gpu
 from distprune.scores.base import LocalScores
 from distprune.selection.highest import keep_highest_per_row
 from distprune.selection.order import Order
-from distprune.shards.device import batches, chunk_size, on_host, sent
+from distprune.shards.device import batches, chunk_size, fetched, on_host, sent
 from distprune.shards.matrix import Matrix
 
 BoolArray = npt.NDArray[np.bool_]
@@ -35,8 +39,8 @@ class WithinRows(Pattern):
     is_by_row = True
 
     @abstractmethod
-    def kernel(self, matrix: Matrix) -> tuple[str, int, int] | None:
-        """Return what decides the units of ``matrix`` on a GPU, as :func:`distprune.patterns.on_gpu.write_masks`."""
+    def kernel(self, matrix: Matrix) -> Units | None:
+        """Return how kernels decide the units of ``matrix``; ``None``: they do not."""
 
     def keep_left(self, keys: torch.Tensor, gone: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         """Return what stays of ``keys`` (rows, inputs), bool; shares are of what is not ``gone``."""
@@ -44,7 +48,8 @@ class WithinRows(Pattern):
 
     @override
     def choose(self, ranked: Ranked) -> Choice:
-        """Every rank must call it. Rounds: one for the census; no other where all units are whole on their ranks.
+        """Every rank must call it. Rounds: one for the census; no other where all units are whole on their ranks, but
+        two of 16 bytes where kernels of a GPU write zeros.
 
         Otherwise three (see ``CutBands``) for every parameter with cut units, or for small ones of 8 MiB a rank. A rank
         sends its own elements of cut units, at most once, to ranks that hold parts of the same parameter.
@@ -54,7 +59,8 @@ class WithinRows(Pattern):
             _, num_bytes = take_census(ranked, num_cut=units.num_cut_bytes)
             for members in CutBands.batches(ranked.roster, num_bytes):
                 units.exchange(members)
-        return Choice([None] * len(ranked.numels), lambda each, out: units.decide([each], [out])[0], units.decide)
+        none, in_place = [None] * len(ranked.numels), units if ranked.on_gpu else None
+        return Choice([*none], lambda each, out: units.decide([each], [out])[0], units.decide, in_place)
 
 
 @final
@@ -100,7 +106,7 @@ class PerRow(WithinRows):
         return PerRow(num / max(stop - start, 1))
 
     @override
-    def kernel(self, matrix: Matrix) -> tuple[str, int, int] | None:
+    def kernel(self, matrix: Matrix) -> Units | None:
         return "rows", max(matrix.num_in, 1), round(self._share * matrix.num_in)
 
     @override
@@ -235,16 +241,58 @@ class _UnitRules:
 
     def _decide_on_gpu(self, scores: Sequence[LocalScores], outs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Decide those that kernels decide; return their counts, by place."""
-        known = dict[int, tuple[str, int, int]]()
+        known, keys = self._known(scores)
+        if keys is None:
+            return {}
+        dense, outs = [scores[i] for i in known], [outs[i] for i in known]
+        kinds, totals = units_on_gpu(dense, [*known.values()], keys, outs)
+        for kind in kinds:
+            kind.write()
+        return dict(zip(known, totals.unbind(), strict=True))
+
+    def _known(self, scores: Sequence[LocalScores]) -> tuple[dict[int, Units], Keys | None]:
+        """Return how kernels decide, by place, those that they do, and the keys of all these; ``None``: of none."""
+        known = dict[int, Units]()
         for i, each in enumerate(scores if has_kernels(*(each.device for each in scores)) else ()):
             kernel = self._rules[each.shard.name][0].kernel(each.shard.as_matrix())
             if kernel is not None and self.of(each).is_dense:
                 known[i] = kernel
         dense = [scores[i] for i in known]
         keys = keys_of_weights(self._ranked, dense, [self._rules[each.shard.name][1] for each in dense])
-        if keys is None or keys.marked in ("masked", "left"):  # the numbers of rows and groups differ
-            return {}
-        return dict(zip(known, write_masks(dense, [*known.values()], keys, [outs[i] for i in known]), strict=True))
+        are_known = keys is not None and keys.marked not in ("masked", "left")  # the numbers of rows and groups differ
+        return known, keys if are_known else None
+
+    def zero(self) -> bool:
+        """Write zeros where kernels decide all units of all ranks: two rounds of 16 bytes; one where they do not.
+
+        Weights are read once before they are written to: if one is NaN, on any rank, nothing is.
+        """
+        comm, scores, kinds = self._ranked.comm, self._ranked.scores, list[Within]()
+        num_nans = torch.ones(1, dtype=torch.int64, device=scores[0].device)
+
+        def look(num_others: torch.Tensor) -> None:
+            known, keys = self._known(scores)
+            num_others[0] = keys is None or len(known) < len(scores)
+            if keys is not None and not num_others[0]:
+                kinds[:], self._totals = units_on_gpu(scores, [*known.values()], keys, [None] * len(scores))
+            for kind in kinds:
+                kind.count_nans()
+                if comm.size > 1:  # what fails, fails here: it is compiled, and writes nothing yet
+                    kind.write(num_nans)
+
+        if sum_together(comm, (1,), look)[0]:
+            return False
+        torch.sum(self._totals[:, 2:], 0, out=num_nans)
+        if comm.size > 1:
+            comm.reduce_(num_nans)
+        for kind in kinds:
+            kind.write(num_nans)
+        increment_version([each.shard.local for each in scores])  # no kernel does
+        return True
+
+    def counts(self) -> torch.Tensor:
+        """Return the counts of each shard that was written to. Local, one wait."""
+        return fetched([self._totals])[0]
 
 
 def _num_true(flags: torch.Tensor) -> Any:

@@ -342,22 +342,22 @@ def choose_masks(
     masks: list[torch.Tensor] = []
     num_nans: dict[str, int] = {}
     writes = choice.in_place if in_place else None
-    if writes is not None:
-        writes.zero()
+    if writes is not None and not writes.zero():
+        writes = None
 
     def fill(words: torch.Tensor) -> None:
         scores = ranked.scores
         num_unread = [0] * len(scores)
         if writes is not None:
-            counts = writes.counts()
+            numbers = writes.counts().tolist()
         else:
             made, counts = choice.write_masks(scores)
             masks.extend(made)
             then(masks)
             if not ranked.of_left and not ranked.score.is_weight:
                 num_unread = count_unread_nans(scores)
+            numbers = torch.stack(fetched(counts)).tolist() if counts else []
         totals = words[1:].view(-1, 2).numpy()
-        numbers = torch.stack(fetched(counts)).tolist() if counts else []
         for each, (num_pruned, num_gone, num), unread in zip(scores, numbers, num_unread, strict=True):
             if each.shard.owned:
                 totals[ranked.index[each.shard.name]] = num_pruned, num_gone

@@ -110,7 +110,8 @@ def prune_model(
     (see its ``choose``), one for the report (16 bytes a parameter); on pipelines, where ranks hold different
     parameters, up to four more. :class:`Unstructured`: 3 to 6 in all by the dtype of scores, one more where ranks
     hold copies, up to 3 more where ties have to be broken, and more where each of many tensors is decided by itself.
-    :class:`NByM` and :class:`PerRow`: 3, and 4 more where shard edges cut groups or rows, 3 for each further 8 MiB.
+    :class:`NByM` and :class:`PerRow`: 3, on GPUs up to 5; 4 more where shard edges cut groups or rows, 3 for each
+    further 8 MiB.
     :class:`Block` and :class:`Channels`: see :meth:`Block.choose`. No message grows with the number of elements, except
     groups, rows, blocks and channels that shard edges cut: at most a shard, and 32 bytes for a block or channel.
 

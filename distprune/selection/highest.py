@@ -18,7 +18,7 @@ import torch
 from distprune.kernels.available import has_kernels
 from distprune.kernels.lowest import Keys
 from distprune.kernels.table import Piece
-from distprune.kernels.within import MOST_IN_GROUP, keep_groups, keep_rows
+from distprune.kernels.within import MOST_IN_GROUP, Units, Within
 from distprune.shards.device import chunk_size, fetched, on_host
 
 Array = npt.NDArray[Any]
@@ -49,7 +49,7 @@ def keep_highest_per_group(scores: torch.Tensor, n: int, m: int) -> torch.Tensor
         else:
             _keep_by_sorting(rows.view(-1, m), m - n, keep.view(-1, m))
 
-    return _by_rows(scores, choose, (keep_groups, n, m) if m <= MOST_IN_GROUP else None)
+    return _by_rows(scores, choose, ("groups", n, m) if m <= MOST_IN_GROUP else None)
 
 
 def keep_highest_per_row(scores: torch.Tensor, num_pruned: int | torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ def keep_highest_per_row(scores: torch.Tensor, num_pruned: int | torch.Tensor) -
             kept.reshape(-1)[tied[place_from_end <= num_tied_kept[row]]] = True
 
     choose = here if is_here else lambda rows, keep, _: _keep_by_sorting(rows, number, keep)
-    return _by_rows(scores, choose, (keep_rows, num_columns, number))
+    return _by_rows(scores, choose, ("rows", num_columns, number))
 
 
 def _check_2d(scores: torch.Tensor) -> None:
@@ -150,17 +150,16 @@ def _keep_by_sorting(rows: torch.Tensor, num_pruned: int | torch.Tensor, keep: t
 def _by_rows(
     scores: torch.Tensor,
     choose: Callable[[torch.Tensor, torch.Tensor, slice], object],
-    kernel: tuple[Callable[..., None], int, int] | None = None,
+    units: Units | None = None,
 ) -> torch.Tensor:
     """Return what ``choose`` writes of all rows, so many at a time that temporaries stay small.
 
-    ``kernel``: what does so of int32 on a GPU, with its numbers: one launch, for which nobody waits.
+    ``units``: by which kernels do so of int32 on a GPU: one launch, for which nobody waits.
     """
     keep = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
-    if kernel is not None and scores.dtype is torch.int32 and has_kernels(scores.device):
-        keep_units, *numbers = kernel
+    if units is not None and scores.dtype is torch.int32 and has_kernels(scores.device):
         totals = torch.zeros((1, 3), dtype=torch.int64, device=scores.device)
-        keep_units([Piece(scores.contiguous().view(-1), out=keep.view(-1))], *numbers, _INT32, totals)
+        Within([Piece(scores.contiguous(), out=keep)], units, _INT32, totals).write()
         return keep
     # A stable sort on a device takes some 30 bytes of temporaries for each element.
     is_here, is_float = on_host(scores.device), scores.is_floating_point()

@@ -72,15 +72,21 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
                 {**tile, "WEIGHTS_TOO": True, "WRITES_MASK": writes_mask},
                 4,
             )
+        if score != "keys":
+            yield f"count_nans {name}", rows.count_nans, {**tile, "WEIGHTS_TOO": True}, 4
         if score not in ("magnitude", "keys"):
             continue
         for n, m in ((2, 4), (4, 8), (8, 16), (3, 5), (16, 32)):
             groups = {"N": n, "M": m, "GROUPS": (1024 if m <= 16 else 512) >> (m - 1).bit_length()}
-            yield f"keep_n_of_m {n}:{m} {name}", rows.keep_n_of_m, {**kind, **groups}, 4
+            for writes_mask in (True, False)[: 1 + (score != "keys")]:
+                how = {"WRITES_MASK": writes_mask, **kind, **groups}
+                yield f"keep_n_of_m {writes_mask} {n}:{m} {name}", rows.keep_n_of_m, how, 4
         for width in (1024, 4096, 8192):
             num_bits = 31 if dtype is tl.float32 or score == "keys" else 15
             row = {"IS_ONE": width < 8192 or is_plain, "WIDTH": width, "BITS": num_bits}
-            yield f"keep_in_rows {width} {name}", rows.keep_in_rows, {**kind, **row}, min(width // 256, 16)
+            for writes_mask in (True, False)[: 1 + (score != "keys")]:
+                how = {"WRITES_MASK": writes_mask, **kind, **row}
+                yield f"keep_in_rows {writes_mask} {width} {name}", rows.keep_in_rows, how, min(width // 256, 16)
     yield "narrow", select.narrow, {"BITS": 12}, 8
     for word in (tl.int16, tl.int32):
         tile = {"WORD": word, "BLOCK": 1024, "ALIGNED": True}

@@ -106,7 +106,7 @@ def test_columns_of_a_matrix(score: ScoreName, seed: int) -> None:
     for part in whole.tensor_split(3, dim=1):
         runs = (((0, rows),), ((start, start + part.shape[1]),))
         parts.append(part.contiguous())
-        pieces += pieces_of(Geometry((rows, columns), runs), parts[-1], seeds=seeds)
+        pieces += pieces_of(Geometry((rows, columns), runs), Piece(parts[-1], seeds=seeds))
         start += part.shape[1]
     prune_pieces(Alone(), pieces, [k], [whole.numel()], keys_for(score, [whole.dtype]), tuning=small(rng))
     assert torch.equal(bits(torch.cat(parts, 1)), bits(zeroed(whole, goes)))

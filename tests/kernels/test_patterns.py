@@ -17,7 +17,7 @@ from typing_extensions import override
 import distprune as prune
 from distprune.collectives.communicator import communicator
 from distprune.kernels.table import Table
-from tests.device_path import counted_waits
+from tests.device_path import counted_memory, counted_waits
 from tests.worlds import ProcessPool
 
 RUN = Table.run
@@ -52,7 +52,8 @@ def test_rows_and_groups(pattern: str, dtype: torch.dtype, kind: str) -> None:
         report = prune.prune_model(here, **how)
     with patch.object(Table, "run", autospec=True, side_effect=Table.run) as launched:
         other = prune.prune_model(there, **how)
-    assert launched.call_count == (1 if pattern != "row" else 2)
+    # NaNs are looked for, and zeros are written: of all groups, or of all rows of a length.
+    assert launched.call_count == (2 if pattern != "row" else 4)
     assert all(map(torch.equal, zeros(here), zeros(there)))
     assert report.parameters == other.parameters
 
@@ -128,13 +129,29 @@ def test_zeros_that_move(by: Any, pattern: str) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_nothing_changes_if_a_weight_is_nan() -> None:
+@pytest.mark.parametrize("score", ["magnitude", "random"])
+@pytest.mark.parametrize("how", [{"sparsity": 0.5}, {"pattern": "2:4"}, {"sparsity": 0.5, "pattern": "row"}], ids=str)
+def test_nothing_changes_if_a_weight_is_nan(how: dict[str, Any], score: str) -> None:
     module = model(torch.float32, "normal")
     next(module.parameters()).data[0, :2] = torch.nan
     before = zeros(module)
     with pytest.raises(ValueError, match=r"NaN in '0\.weight' \(2\)"):
-        prune.prune_model(module, 0.5, include="*")
+        prune.prune_model(module, score=score, include="*", **how)
     assert all(torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0)) for a, b in zip(before, zeros(module), strict=True))
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("how", [{"sparsity": 0.5}, {"pattern": "2:4"}, {"sparsity": 0.5, "pattern": "row"}], ids=str)
+def test_zeros_in_place_take_no_memory(how: dict[str, Any]) -> None:
+    """Only the host keeps the numbers of rows; there is no mask."""
+    peaks = []
+    for num in (64, 4096):
+        layer = nn.Linear(64, num, bias=False)
+        with patch("distprune.kernels.table.launch"), patch("distprune.kernels.lowest.launch"):
+            with counted_memory() as memory:
+                prune.prune_model(layer, include="*", **how)
+        peaks.append(memory.peak)
+    assert peaks[1] - peaks[0] < 40_000  # of 258,048 weights more
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -179,6 +196,26 @@ def test_two_ranks(pool: ProcessPool, score: str, shares: dict[str, Any]) -> Non
     wanted = [*zeros(alone), torch.tensor([parameter.num_zeros for parameter in report.parameters])]
     for of_rank in pool.run(2, pruned_on_rank, score, shares):
         assert all(map(torch.equal, of_rank, wanted))
+
+
+def nan_on_rank(rank: int, how: dict[str, Any]) -> list[torch.Tensor]:
+    """Prune rows of which one rank has a NaN."""
+    import_module("tests.kernels.interpreted")
+    with patch("distprune.kernels.available._DEVICES", ("cpu",)):
+        rows = torch.ones(4, 8)
+        rows[2, 3] = torch.nan if rank else 1.0
+        geometry = prune.Geometry.rows((8, 8), 4 * rank, 4 * rank + 4)
+        with pytest.raises(ValueError, match=r"NaN in 'w' \(1\)"):
+            prune.prune_shards([prune.LocalShard("w", rows, geometry, prune.Ownership())], **how)
+        return [rows]
+
+
+@pytest.mark.parametrize("how", [{"sparsity": 0.5}, {"pattern": "2:4"}, {"sparsity": 0.5, "pattern": "row"}], ids=str)
+def test_nothing_changes_on_any_rank_if_one_has_a_nan(pool: ProcessPool, how: dict[str, Any]) -> None:
+    pytest.importorskip("triton")
+    (first,), (second,) = pool.run(2, nan_on_rank, how)
+    assert (first == 1).all()
+    assert second.nan_to_num(1.0).eq(1).all()
 
 
 def scattered_on_rank(rank: int) -> list[float]:

@@ -11,7 +11,7 @@ from tests.kernels import interpreted  # noqa: F401  # first
 from distprune.kernels.held import HeldOnDevice, zero_where_masked  # isort: skip
 from distprune.kernels.lowest import Keys  # isort: skip
 from distprune.kernels.table import Piece  # isort: skip
-from distprune.kernels.within import MOST_IN_GROUP, keep_groups, keep_rows  # isort: skip
+from distprune.kernels.within import MOST_IN_GROUP, Within  # isort: skip
 from distprune.masks.in_place import read_kept, write_signed_zeros  # isort: skip
 from tests.device_path import counted_waits  # isort: skip
 from tests.kernels.cases import DTYPES, awkward, bits, keys_for, zeroed  # isort: skip
@@ -23,16 +23,29 @@ def rows_that_go(keys: torch.Tensor, gone: torch.Tensor, num_lowest: int) -> tor
     return goes | gone
 
 
+def made(kind: str, pieces: list[Piece], length: int, num: int, keys: Keys, totals: torch.Tensor) -> Within:
+    if kind == "rows":
+        return Within(pieces, (kind, length, num), keys, totals, widest=64 >> (num % 4 == 1))
+    return Within(pieces, (kind, length - num, length), keys, totals, lanes=64)
+
+
 def run(
     kind: str, tensors: list[torch.Tensor], length: int, num: int, keys: Keys
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     masks = [torch.ones(t.numel(), dtype=torch.bool) for t in tensors]
     pieces = [Piece(t, i, out=mask) for i, (t, mask) in enumerate(zip(tensors, masks, strict=True))]
     totals = torch.zeros((len(tensors), 3), dtype=torch.int64)
-    if kind == "rows":
-        keep_rows(pieces, length, num, keys, totals, widest=64 >> (num % 4 == 1))
-    else:
-        keep_groups(pieces, length - num, length, keys, totals, lanes=64)
+    made(kind, pieces, length, num, keys, totals).write()
+    if keys.score != "keys":  # in place: the same, if nothing is NaN
+        written = [t.clone() for t in tensors]
+        in_place = torch.zeros_like(totals)
+        units = made(kind, [Piece(t, i) for i, t in enumerate(written)], length, num, keys, in_place)
+        units.count_nans()
+        assert torch.equal(in_place[:, 2], totals[:, 2])
+        units.write(num_nans := in_place[:, 2].sum())
+        assert torch.equal(in_place, totals) or num_nans
+        for t, mask, new in zip(tensors, masks, written, strict=True):
+            assert torch.equal(bits(new), bits(t if num_nans else zeroed(t, ~mask)))
     return totals, masks
 
 

@@ -1,22 +1,38 @@
-"""Groups and rows, each decided by itself. ``totals`` (tensors, 3): pruned, gone before, NaN."""
+"""Groups and rows, each decided by itself. ``totals`` (tensors, 3): pruned, gone before, NaN.
+
+Of what stays a mask is written, or into the weights +0.0 where they do not. If ``num_nans`` is not 0, nothing is.
+"""
 
 import triton
 import triton.language as tl
 
-from distprune.kernels.on_device.tiles import KEYS, NUM_COLUMNS, NUMEL, OUT, TENSOR, add, in_tile, keys_of, store
+from distprune.kernels.on_device.tiles import KEYS, NUM_COLUMNS, NUMEL, TENSOR, add, in_tile, keys_of, nans_of, write
 
 LAST_KEY = tl.constexpr(0x7FFFFFFF)  # of int32
 
 
+@triton.jit(do_not_specialize=["last_key"])
+def count_nans(segments, firsts, totals, last_key, BLOCK: tl.constexpr, SCORE: tl.constexpr, MARKED: tl.constexpr,
+               DTYPE: tl.constexpr, GRAD: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
+               CONTIGUOUS: tl.constexpr, WEIGHTS_TOO: tl.constexpr):  # fmt: skip
+    """Count what is NaN of each tensor."""
+    program = tl.program_id(0)
+    for i in range(tl.load(firsts + program), tl.load(firsts + program + 1)):
+        nans_of(segments + i * NUM_COLUMNS, totals, last_key, BLOCK, SCORE, MARKED, DTYPE, GRAD, WIDE, ALIGNED,
+                CONTIGUOUS, WEIGHTS_TOO)  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["gone", "last_key"])
-def keep_n_of_m(segments, firsts, totals, gone, last_key, N: tl.constexpr, M: tl.constexpr,
-                GROUPS: tl.constexpr, SCORE: tl.constexpr, MARKED: tl.constexpr, DTYPE: tl.constexpr,
-                GRAD: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr, CONTIGUOUS: tl.constexpr):  # fmt: skip
-    """Write a mask without the ``M - N`` lowest of every ``M``, and what was gone."""
+def keep_n_of_m(segments, firsts, totals, num_nans, gone, last_key, N: tl.constexpr, M: tl.constexpr,
+                GROUPS: tl.constexpr, WRITES_MASK: tl.constexpr, SCORE: tl.constexpr, MARKED: tl.constexpr,
+                DTYPE: tl.constexpr, GRAD: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
+                CONTIGUOUS: tl.constexpr):  # fmt: skip
+    """Prune the ``M - N`` lowest of every ``M``, and what was gone."""
     PADDED: tl.constexpr = triton.next_power_of_2(M)
     program, column = tl.program_id(0), tl.arange(0, PADDED)[None, :]
     lanes = tl.arange(0, GROUPS)[:, None] * M + column
-    for i in range(tl.load(firsts + program), tl.load(firsts + program + 1)):
+    end = tl.where(tl.load(num_nans) == 0, tl.load(firsts + program + 1), 0)
+    for i in range(tl.load(firsts + program), end):
         segment = segments + i * NUM_COLUMNS
         numel = tl.load(segment + NUMEL)
         num_pruned = tl.zeros([GROUPS, PADDED], tl.int32)
@@ -30,15 +46,13 @@ def keep_n_of_m(segments, firsts, totals, gone, last_key, N: tl.constexpr, M: tl
             # Below what stands for those that went; given keys may be any int32.
             ranks, stays = keys.to(tl.int64) if SCORE == KEYS else keys - 1, valid
             for _ in tl.static_range(M - N):
-                lowest = tl.argmin(tl.where(stays, ranks, LAST_KEY + (SCORE == KEYS)), axis=1)[
-                    :, None
-                ]  # first of equals
-                stays &= column != lowest
+                lowest = tl.argmin(tl.where(stays, ranks, LAST_KEY + (SCORE == KEYS)), axis=1)  # first of equals
+                stays &= column != lowest[:, None]
             is_gone = valid & (keys == gone)
             goes = (valid & ~stays) | is_gone
             num_pruned += goes.to(tl.int32)
-            gone_and_nan += is_gone.to(tl.int32) + (is_nan.to(tl.int32) << 16)
-            store(tl.load(segment + OUT), start, lanes, (~goes).to(tl.int8) & 1, valid, tl.int8, ALIGNED)
+            gone_and_nan += is_gone.to(tl.int32) + ((is_nan & WRITES_MASK).to(tl.int32) << 16)
+            write(segment, start, lanes, goes, valid, WRITES_MASK, DTYPE, ALIGNED)
         add(totals + tl.load(segment + TENSOR) * 3, tl.sum(num_pruned, axis=1))
         add(totals + tl.load(segment + TENSOR) * 3 + 1, tl.sum(gone_and_nan & 0xFFFF, axis=1))
         add(totals + tl.load(segment + TENSOR) * 3 + 2, tl.sum(gone_and_nan >> 16, axis=1))
@@ -62,19 +76,18 @@ def num_less(segment, row, keys, valid, least, step, last_key, num_in, IS_ONE: t
 
 
 @triton.jit(do_not_specialize=["gone", "last_key", "num_lowest"])
-def keep_in_rows(segments, firsts, totals, gone, last_key, num_in, num_lowest, IS_ONE: tl.constexpr,
-                 WIDTH: tl.constexpr, BITS: tl.constexpr,  SCORE: tl.constexpr,
-                 MARKED: tl.constexpr,
-                 DTYPE: tl.constexpr, GRAD: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
-                 CONTIGUOUS: tl.constexpr):  # fmt: skip
-    """Write a mask without the ``num_lowest`` of every row of ``num_in``, and what was gone.
+def keep_in_rows(segments, firsts, totals, num_nans, gone, last_key, num_in, num_lowest, IS_ONE: tl.constexpr,
+                 WIDTH: tl.constexpr, BITS: tl.constexpr, WRITES_MASK: tl.constexpr, SCORE: tl.constexpr,
+                 MARKED: tl.constexpr, DTYPE: tl.constexpr, GRAD: tl.constexpr, WIDE: tl.constexpr,
+                 ALIGNED: tl.constexpr, CONTIGUOUS: tl.constexpr):  # fmt: skip
+    """Prune the ``num_lowest`` of every row of ``num_in``, and what was gone.
 
-    The key of the last that goes, which has an odd number of ``BITS``,
-    is found from the highest down. ``IS_ONE``: a row is
-    one tile, and is read once.
+    The key of the last that goes, which has an odd number of ``BITS``, is found from the highest down. ``IS_ONE``: a
+    row is one tile, and is read once.
     """
     program, lanes = tl.program_id(0), tl.arange(0, WIDTH)
-    for i in range(tl.load(firsts + program), tl.load(firsts + program + 1)):
+    end = tl.where(tl.load(num_nans) == 0, tl.load(firsts + program + 1), 0)
+    for i in range(tl.load(firsts + program), end):
         segment = segments + i * NUM_COLUMNS
         num_pruned, num_gone, num_nan = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
         for row in range(0, tl.load(segment + NUMEL), num_in):
@@ -83,8 +96,7 @@ def keep_in_rows(segments, firsts, totals, gone, last_key, num_in, num_lowest, I
                                    ALIGNED, CONTIGUOUS)  # fmt: skip
             last = tl.zeros([], tl.int32)
             if SCORE == KEYS:  # others are not negative, but for what is gone
-                is_low = num_less(segment, row, keys, whole, 0, 0, last_key, num_in, IS_ONE, WIDTH, SCORE,
-                                  MARKED,
+                is_low = num_less(segment, row, keys, whole, 0, 0, last_key, num_in, IS_ONE, WIDTH, SCORE, MARKED,
                                   DTYPE, GRAD, WIDE, ALIGNED, CONTIGUOUS)[0] >= num_lowest  # fmt: skip
                 last = tl.where(is_low, -2147483648, 0).to(tl.int32)
             for shift in range(BITS - 1, -1, -2):  # two bits at a time, after the first
@@ -92,20 +104,15 @@ def keep_in_rows(segments, firsts, totals, gone, last_key, num_in, num_lowest, I
                 least = last + tl.where(shift == BITS - 1, 1 << (BITS - 1), step).to(tl.int32)
                 one, two, three = num_less(segment, row, keys, whole, least, step, last_key, num_in, IS_ONE, WIDTH,
                                            SCORE, MARKED, DTYPE, GRAD, WIDE, ALIGNED, CONTIGUOUS)  # fmt: skip
-                num = (
-                    (one < num_lowest).to(tl.int32)
-                    + (two < num_lowest).to(tl.int32)
-                    + (three < num_lowest).to(tl.int32)
-                )
+                num = (one < num_lowest).to(tl.int32) + (two < num_lowest).to(tl.int32)
+                num += (three < num_lowest).to(tl.int32)
                 last = tl.where(shift == BITS - 1, tl.where(num > 0, least, last), last + num * step)
-            num_ties = num_lowest - num_less(segment, row, keys, whole, last, 0, last_key, num_in, IS_ONE, WIDTH,
-                                             SCORE,
+            num_ties = num_lowest - num_less(segment, row, keys, whole, last, 0, last_key, num_in, IS_ONE, WIDTH, SCORE,
                                              MARKED, DTYPE, GRAD, WIDE, ALIGNED, CONTIGUOUS)[0]  # fmt: skip
             for start in range(0, num_in, WIDTH):
                 valid = in_tile(lanes, start, num_in, WIDTH, ALIGNED)
                 if not IS_ONE:
-                    keys, is_nan = keys_of(segment, row + start, lanes, valid, last_key, SCORE, MARKED, DTYPE,
-                                           GRAD,
+                    keys, is_nan = keys_of(segment, row + start, lanes, valid, last_key, SCORE, MARKED, DTYPE, GRAD,
                                            WIDE, ALIGNED, CONTIGUOUS)  # fmt: skip
                 ties = (valid & (keys == last)).to(tl.int32)
                 is_gone = valid & (keys == gone)
@@ -114,8 +121,9 @@ def keep_in_rows(segments, firsts, totals, gone, last_key, num_in, num_lowest, I
                 num_ties -= tl.sum(ties, axis=0)
                 num_pruned += tl.sum(goes.to(tl.int32), axis=0)
                 num_gone += tl.sum(is_gone.to(tl.int32), axis=0)
-                num_nan += tl.sum(is_nan.to(tl.int32), axis=0)
-                store(tl.load(segment + OUT), row + start, lanes, (~goes).to(tl.int8) & 1, valid, tl.int8, ALIGNED)
+                if WRITES_MASK:  # else they were counted
+                    num_nan += tl.sum(is_nan.to(tl.int32), axis=0)
+                write(segment, row + start, lanes, goes, valid, WRITES_MASK, DTYPE, ALIGNED)
         tl.atomic_add(totals + tl.load(segment + TENSOR) * 3, num_pruned.to(tl.int64), sem="relaxed")
         tl.atomic_add(totals + tl.load(segment + TENSOR) * 3 + 1, num_gone.to(tl.int64), sem="relaxed")
         tl.atomic_add(totals + tl.load(segment + TENSOR) * 3 + 2, num_nan.to(tl.int64), sem="relaxed")

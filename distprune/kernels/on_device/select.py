@@ -15,20 +15,18 @@ from distprune.kernels.on_device.tiles import (
     KEYS,
     NUM_COLUMNS,
     NUMEL,
-    OUT,
     OWNED,
     RUN,
     START,
     STRIDE,
     TENSOR,
-    VALUES,
     ZEROTH,
     add,
     flat_index,
     in_tile,
     keys_of,
-    load,
-    store,
+    nans_of,
+    write,
 )
 
 # Columns of a competition's state, int64: the inclusive range that holds the k-th lowest, and which of it that is.
@@ -208,19 +206,10 @@ def write_lowest(segments, firsts, states, num_nans, totals, gone, last_key, WRI
                 goes = valid & ((keys < key) | ((keys == key) & is_early))
                 num_pruned += goes.to(tl.int32)
                 num_gone += (valid & (keys == gone)).to(tl.int32)
-                if WRITES_MASK:
-                    store(tl.load(segment + OUT), start, lanes, (~goes).to(tl.int8) & 1, valid, tl.int8, ALIGNED)
-                else:
-                    values = load(tl.load(segment + VALUES), start, lanes, valid, DTYPE, ALIGNED)
-                    store(tl.load(segment + VALUES), start, lanes, tl.where(goes, 0.0, values), valid, DTYPE, ALIGNED)
+                write(segment, start, lanes, goes, valid, WRITES_MASK, DTYPE, ALIGNED)
             add(totals + tl.load(segment + TENSOR) * 3, num_pruned)
             add(totals + tl.load(segment + TENSOR) * 3 + 1, num_gone)
     else:  # they are named
         for i in range(tl.load(firsts + program), tl.load(firsts + program + 1)):
-            segment = segments + i * NUM_COLUMNS
-            numel, nans = tl.load(segment + NUMEL), tl.zeros([BLOCK], tl.int32)
-            for start in range(0, numel, BLOCK):
-                valid = in_tile(lanes, start, numel, BLOCK, ALIGNED)
-                nans += keys_of(segment, start, lanes, valid, last_key, SCORE, MARKED, DTYPE, GRAD, WIDE, ALIGNED,
-                                CONTIGUOUS, WEIGHTS_TOO)[1].to(tl.int32)  # fmt: skip
-            add(totals + tl.load(segment + TENSOR) * 3 + 2, nans)
+            nans_of(segments + i * NUM_COLUMNS, totals, last_key, BLOCK, SCORE, MARKED, DTYPE, GRAD, WIDE, ALIGNED,
+                    CONTIGUOUS, WEIGHTS_TOO)  # fmt: skip

@@ -39,6 +39,16 @@ def store(address, start, lanes, numbers, valid, DTYPE: tl.constexpr, ALIGNED: t
 
 
 @triton.jit
+def write(segment, start, lanes, goes, valid, WRITES_MASK: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Write a mask of what stays, or +0.0 where an element ``goes``."""
+    if WRITES_MASK:
+        store(tl.load(segment + OUT), start, lanes, (~goes).to(tl.int8) & 1, valid, tl.int8, ALIGNED)
+    else:
+        values = load(tl.load(segment + VALUES), start, lanes, valid, DTYPE, ALIGNED)
+        store(tl.load(segment + VALUES), start, lanes, tl.where(goes, 0.0, values), valid, DTYPE, ALIGNED)
+
+
+@triton.jit
 def in_tile(lanes, start, numel, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
     """Return which lanes have an element; in steps of 16, if all is aligned, so that loads are vectors."""
     num = tl.minimum(numel - start, BLOCK).to(tl.int32)
@@ -124,3 +134,16 @@ def keys_of(segment, start, lanes, valid, last_key, SCORE: tl.constexpr, MARKED:
 @triton.jit
 def add(pointer, flags):
     tl.atomic_add(pointer, tl.sum(flags.to(tl.int32), axis=0).to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def nans_of(segment, totals, last_key, BLOCK: tl.constexpr, SCORE: tl.constexpr, MARKED: tl.constexpr,
+            DTYPE: tl.constexpr, GRAD: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
+            CONTIGUOUS: tl.constexpr, WEIGHTS_TOO: tl.constexpr):  # fmt: skip
+    """Add to ``totals`` (tensors, 3) how many elements of a segment are NaN."""
+    lanes, numel, nans = tl.arange(0, BLOCK), tl.load(segment + NUMEL), tl.zeros([BLOCK], tl.int32)
+    for start in range(0, numel, BLOCK):
+        valid = in_tile(lanes, start, numel, BLOCK, ALIGNED)
+        nans += keys_of(segment, start, lanes, valid, last_key, SCORE, MARKED, DTYPE, GRAD, WIDE, ALIGNED,
+                        CONTIGUOUS, WEIGHTS_TOO)[1].to(tl.int32)  # fmt: skip
+    add(totals + tl.load(segment + TENSOR) * 3 + 2, nans)
