@@ -37,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if unknown := set(args.parts).difference(PARTS):
         parser.error(f"there is no part {', '.join(unknown)}; those are {', '.join(PARTS)}")
+    if find_spec("numpy") is None:
+        print("distprune needs numpy, which is missing here.")
+        return 1
     if not args.small and not torch.cuda.is_available():
         print("There is no GPU here. --small runs all of it on the CPU.")
         return 1
@@ -88,11 +91,12 @@ def _run(part: str, is_small: bool, limit: float) -> tuple[list[str], str | None
         return [], "left out: there was no time left"
     command = [sys.executable, str(ROOT / "benchmarks/gpu_parts.py"), part, *(["--small"] if is_small else [])]
     if part == "tests":
-        if find_spec("pytest") is None or find_spec("hypothesis") is None:
-            return [], "left out: needs pytest and hypothesis"
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider", "-m", "gpu"]
-        command += ["-n", "6"] if find_spec("xdist") is not None and not is_small else ["-p", "no:xdist"]
-        command += ["tests/pruning/test_gpu.py"] if is_small else ["tests"]
+        if missing := [package for package in ("pytest", "hypothesis", "allpairspy") if find_spec(package) is None]:
+            return [], f"left out: needs {', '.join(missing)}"
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu"]
+        command += ["-n", "8"] if find_spec("xdist") is not None and not is_small else ["-p", "no:xdist"]
+        files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text("utf-8")]
+        command += ["-p", "no:benchmark", *(str(path.relative_to(ROOT)) for path in files)]
     started, is_over = time.perf_counter(), threading.Event()
     env = {**os.environ, **({"TRITON_INTERPRET": "1"} if is_small else {})}
     with subprocess.Popen(

@@ -37,7 +37,7 @@ def test_what_fails_is_named_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatc
     assert failure is not None
     assert "KeyError: 'none'" in failure
     monkeypatch.setattr(bench_gpu, "find_spec", lambda _: None)
-    assert bench_gpu._run("tests", True, 60) == ([], "left out: needs pytest and hypothesis")
+    assert bench_gpu._run("tests", True, 60) == ([], "left out: needs pytest, hypothesis, allpairspy")
     assert bench_gpu._run("selection", True, 5) == ([], "left out: there was no time left")
 
 
