@@ -88,11 +88,11 @@ def _version(package: str) -> str:
 def _run(part: str, is_small: bool, limit: float) -> tuple[list[str], str | None]:
     """Run ``part``, and print what it does; return its lines, and what went wrong."""
     if limit < 10:
-        return [], "left out: there was no time left"
+        return _left_out(part, "there is no time left")
     command = [sys.executable, str(ROOT / "benchmarks/gpu_parts.py"), part, *(["--small"] if is_small else [])]
     if part == "tests":
         if missing := [package for package in ("pytest", "hypothesis", "allpairspy") if find_spec(package) is None]:
-            return [], f"left out: needs {', '.join(missing)}"
+            return _left_out(part, f"needs {', '.join(missing)}")
         command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu"]
         command += ["-n", "8"] if find_spec("xdist") is not None and not is_small else ["-p", "no:xdist"]
         files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text("utf-8")]
@@ -122,6 +122,11 @@ def _run(part: str, is_small: bool, limit: float) -> tuple[list[str], str | None
         return ["## Tests\n", *_tests(lines)], failure or (f"exit code {code}" if code not in (0, 5) else None)
     report = [line[2:] for line in lines if line == ">" or line.startswith("> ")]
     return report, failure or (f"FAILED: {lines[-1] if lines else code}" if code else None)
+
+
+def _left_out(part: str, why: str) -> tuple[list[str], None]:
+    print(f"{part}: left out, {why}", flush=True)
+    return [f"{part}: left out, {why}"], None
 
 
 def _tests(lines: Sequence[str]) -> list[str]:

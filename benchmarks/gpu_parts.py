@@ -31,16 +31,16 @@ from distprune.oneshot import block as block_module
 LLAMA = [(2048, 2048), (512, 2048), (512, 2048), (2048, 2048), (5504, 2048), (5504, 2048), (2048, 5504)]
 DEMO = Path(__file__).parents[1] / "build/demo/smollm2-135m"
 CALLS: dict[str, dict[str, Any]] = {
-    "`sparsity=0.5`": {"sparsity": 0.5},
-    '`scope="tensor"`': {"sparsity": 0.5, "scope": "tensor"},
-    '`score="random"`': {"sparsity": 0.5, "score": "random"},
-    '`score="taylor"`': {"sparsity": 0.5, "score": "taylor"},
-    '`pattern="2:4"`': {"pattern": "2:4"},
-    '`pattern="4:8"`': {"pattern": "4:8"},
-    '`pattern="row"`': {"sparsity": 0.5, "pattern": "row"},
-    '`pattern="block:16"`': {"sparsity": 0.5, "pattern": "block:16"},
-    '`pattern="channels:0"`': {"sparsity": 0.5, "pattern": "channels:0"},
-    "`score=torch.square`": {"sparsity": 0.5, "score": torch.square},
+    "sparsity=0.5": {"sparsity": 0.5},
+    'scope="tensor"': {"sparsity": 0.5, "scope": "tensor"},
+    'score="random"': {"sparsity": 0.5, "score": "random"},
+    'score="taylor"': {"sparsity": 0.5, "score": "taylor"},
+    'pattern="2:4"': {"pattern": "2:4"},
+    'pattern="4:8"': {"pattern": "4:8"},
+    'pattern="row"': {"sparsity": 0.5, "pattern": "row"},
+    'pattern="block:16"': {"sparsity": 0.5, "pattern": "block:16"},
+    'pattern="channels:0"': {"sparsity": 0.5, "pattern": "channels:0"},
+    "score=torch.square": {"sparsity": 0.5, "score": torch.square},
 }
 
 
@@ -109,23 +109,22 @@ def model_of(shapes: Sequence[tuple[int, int]], device: torch.device, dtype: tor
 def selection(bench: Bench) -> None:
     """Weights of a Llama of 22 blocks, put back between the calls."""
     shapes = [(16, 32), (16, 64)] if bench.is_small else LLAMA * 22
-    for dtype in (torch.bfloat16,) if bench.is_small else (torch.float32, torch.bfloat16):
+    rows: dict[str, list[str]] = {name: [f"`{name}`"] for name in CALLS}
+    say(f"## Half of {sum(a * b for a, b in shapes) / 1e6:.0f} M weights in {len(shapes)} matrices, 2:4 and others\n")
+    for dtype in (torch.float32, torch.bfloat16):
         model = model_of(shapes, bench.device, dtype)
         weights = [parameter.data for parameter in model.parameters()]
-        kept, numel = [weight.clone() for weight in weights], sum(weight.numel() for weight in weights)
+        kept = [weight.clone() for weight in weights]
         restore = partial(torch._foreach_copy_, weights, kept)
         _, copy = bench.best(restore)
-        flat = torch.cat([weight.view(-1)[: 1 << 27] for weight in weights[:24]])
-        of_torch = {
-            "topk": bench.best(lambda flat=flat: flat.abs().topk(flat.numel() // 2, largest=False))[1],  # type: ignore[misc]
-            "sort": bench.best(lambda flat=flat: flat.abs().sort())[1],  # type: ignore[misc]
-        }
-        of_torch = {name: ms * numel / flat.numel() for name, ms in of_torch.items()}
+        flat = torch.cat([weight.view(-1) for weight in weights[:24]])
+        _, topk = bench.best(lambda flat=flat: flat.abs().topk(flat.numel() // 2, largest=False))  # type: ignore[misc]
+        _, sort = bench.best(lambda flat=flat: flat.abs().sort())  # type: ignore[misc]
+        say(
+            f"{str(dtype)[6:]}: a copy takes {copy:.2f} ms; of {flat.numel() / 1e6:.0f} M of them "
+            f"`torch.topk` {topk:.1f} ms, `torch.sort` {sort:.1f} ms."
+        )
         del flat
-        say(f"\n## {numel / 1e6:.0f} M {str(dtype)[6:]} weights in {len(weights)} matrices\n")
-        sorting = ", ".join(f"`torch.{name}` {ms:.0f} ms" for name, ms in of_torch.items())
-        say(f"A copy takes {copy:.2f} ms; {sorting}, in proportion from 24 matrices.\n")
-        rows = []
         for name, how in CALLS.items():
             for parameter in model.parameters() if "taylor" in name else ():
                 parameter.grad = torch.randn_like(parameter)
@@ -135,14 +134,13 @@ def selection(bench: Bench) -> None:
             peak = bench.peak(call)
             restore()
             launches, ms = bench.profiled(call)
-            rows.append(
-                (name, f"{best:.1f}", f"{best / copy:.1f}", f"{ms:.1f}", launches, f"{peak:.0f}", f"{first:.0f}")
-            )
-            print(*rows[-1], flush=True)
+            rows[name] += [f"{best:.1f}", f"{best / copy:.1f}", f"{ms:.1f}"]
+            rows[name] += [f"{launches:,}", f"{peak:.0f}", f"{first:.0f}"] if dtype is torch.bfloat16 else []
+            print(*rows[name], flush=True)
             for parameter in model.parameters():
                 parameter.grad = None
-        columns = ("call", "ms", "copies", "on the device, ms", "launches", "MiB beside", "first call, ms")
-        say(table(columns, rows))
+    columns = ("call", "float32, ms", "copies", "device, ms", "bfloat16, ms", "copies", "device, ms")
+    say("\n" + table((*columns, "launches", "MiB", "first call, ms"), [*rows.values()]))
     _beside_torch(bench, shapes[: 7 * 6])
 
 
@@ -212,10 +210,11 @@ def training(bench: Bench) -> None:
         ("zeros held, pruned further before the step", f"{updated:.1f}", f"{updated - held:+.1f} ms", "", ""),
         ("`hold.regrow(0.1)` alone", f"{grown:.1f}", "", "", ""),
     ]
-    dtype = str(next(model.parameters()).dtype)[6:]
-    say(f"\n## A training step of {numel / 1e9:.2f} B weights\n")
-    say(f"{dtype}, AdamW, clipped, 2 windows of {tokens.shape[1]:,} tokens; {100 * zeros / numel:.1f} % are zero,")
-    say(f"and updates went to {100 * shares[-1]:.0f} %.\n")
+    say(f"## A training step of {numel / 1e9:.2f} B weights in {str(next(model.parameters()).dtype)[6:]}\n")
+    say(
+        f"AdamW, clipped, 2 windows of {tokens.shape[1]:,} tokens; {100 * zeros / numel:.1f} % of all weights are zero "
+        f"after it, updates go to {100 * shares[-1]:.0f} % of those pruned.\n"
+    )
     say(table(("step", "ms", "more", "on the device, ms", "launches"), rows))
 
 
@@ -235,7 +234,7 @@ def clock(bench: Bench, seconds: dict[str, float], stage: str) -> Iterator[None]
 
 def one_shot(bench: Bench) -> None:
     """Four blocks of 2,048 and 5,504 channels: the second is timed, the third profiled."""
-    say("\n## One-shot, a block of 2,048 and 5,504 channels in bfloat16, windows of 2,048 tokens\n")
+    say("## One-shot, a block of 2,048 and 5,504 channels in bfloat16, 32 windows of 2,048 tokens\n")
     alone = {"refit": "none", "permute": "none"}
     ways: list[tuple[str, dict[str, Any]]] = [
         ("Wanda 2:4", {"method": "wanda", "pattern": "2:4"}),
@@ -245,7 +244,7 @@ def one_shot(bench: Bench) -> None:
         ("SparseGPT 50 %", {"method": "sparsegpt", "sparsity": 0.5}),
         ("by default, 50 %", {"sparsity": 0.5}),
     ]
-    rows = []
+    rows: dict[str, list[str]] = {name: [name] for name, _ in ways}
     for num, (name, how) in [(32, way) for way in ways] + [(128, way) for way in ways[: 0 if bench.is_small else 4]]:
         model = llama(bench, 4, torch.float32 if bench.is_small else torch.bfloat16, vocabulary=512)
         tokens = tokens_of(model, num // 8 if bench.is_small else num, 32 if bench.is_small else 2048)
@@ -268,10 +267,13 @@ def one_shot(bench: Bench) -> None:
         launches, ms = busy(profiler)
         peak = 0.0 if bench.is_small else torch.cuda.max_memory_allocated() / 2**30
         parts = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in stages.items() if seconds >= 0.005)
-        rows.append((name, num, f"{at[1] - at[0]:.2f}", parts, f"{ms / 1e3:.2f}", f"{launches:,}", f"{peak:.1f}"))
-        print(*rows[-1], flush=True)
+        print(num, name, f"{at[1] - at[0]:.2f}", parts, f"{ms / 1e3:.2f}", f"{launches:,}", f"{peak:.1f}", flush=True)
+        rows[name] += [f"{at[1] - at[0]:.2f}"]
+        rows[name] += [parts, f"{ms / 1e3:.2f}", f"{launches:,}"] if num == 32 else []
+        rows[name] += [f"{peak:.1f}"]
         del model
-    say(table(("method", "windows", "s a block", "of it", "on the device, s", "launches", "GiB"), rows))
+    columns = ("method", "s a block", "of it", "device, s", "launches", "GiB", "128 windows, s a block", "GiB")
+    say(table(columns, [[*row, *[""] * (len(columns) - len(row))] for row in rows.values()]))
 
 
 def demo(bench: Bench) -> None:
@@ -299,7 +301,7 @@ def demo(bench: Bench) -> None:
             model, torch.cat([text, *words]), pattern="2:4", on_block=lambda *_: done.append(time.perf_counter())
         )
     )
-    say(f"\n## {what}, float32, by default, 2:4, {num} windows of {length} tokens and {num_words} of its own words\n")
+    say(f"## {what}, float32, by default, 2:4, {num} windows of {length} tokens and {num_words} of its own words\n")
     steady = (done[-1] - done[0]) / max(len(done) - 1, 1)
     say(
         f"Writing own words {written:.1f} s, pruning {pruned / 1e3:.1f} s: the first of {len(done)} blocks "
@@ -309,13 +311,13 @@ def demo(bench: Bench) -> None:
 
 def two_four(bench: Bench) -> None:
     """A linear layer with a 2:4 weight, dense and as torch's sparse tensor, at several numbers of tokens."""
-    say("\n## 2:4 by `torch.sparse.to_sparse_semi_structured`\n")
+    say("## 2:4 by `torch.sparse.to_sparse_semi_structured`\n")
     if bench.is_small or torch.cuda.get_device_capability() < (8, 0):
         say("Needs a GPU of compute capability 8.0 or later.")
         return
     warnings.filterwarnings("ignore", "The PyTorch API of SparseSemiStructuredTensor is in prototype stage")
     rows = []
-    for num_out, num_in in ((4096, 4096), (14336, 4096)):
+    for num_out, num_in in ((14336, 4096),):
         module = nn.Linear(num_in, num_out, bias=False, device=bench.device, dtype=torch.bfloat16)
         prune.prune_model(module, pattern="2:4")
         dense = module.weight.detach()
