@@ -116,8 +116,8 @@ def log_likelihoods(
     """Return, float64 (number of ``asked``, 2): each one's log likelihood, and 1 where all its targets are most likely.
 
     Continuations of similar length are run together, at most ``batch_tokens`` tokens in one forward (or one of them),
-    by default 8,192, of wide models on the CPU fewer: their logits are in memory, and FSDP2 gathers the model once for
-    all of them. Shorter ones are right-padded; a causal model ignores the padding. Batches are dealt out in turn to
+    by default as many as ``tokens_together`` says: their logits are in memory, and FSDP2 gathers the model once for all
+    of them. Shorter ones are right-padded; a causal model ignores the padding. Batches are dealt out in turn to
     ranks, of which those that need each other to run one (a tensor-parallel group) run the same; where batches do not
     divide evenly the last round is filled with a forward that does not count, because the forward of a sharded model
     needs every rank. The model is run in evaluation mode and left as it was, to the bit. Every rank of ``group`` must
@@ -143,7 +143,7 @@ def log_likelihoods(
         if inputs_of_all:
             check_fit(torch.cat(inputs_of_all), model, max(map(len, inputs_of_all)))
         reset_forward(model)
-        num_together = tokens_together(model, batch_tokens)
+        num_together = tokens_together(model, batch_tokens, num_copies=1)
     sample_group = find_sample_group(comm, model)
     device = device_of(model)
     batches = _batches(asked, num_together, sample_group.num_groups)

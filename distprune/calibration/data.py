@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from distprune.calibration.text import draw_windows, draw_windows_of_text, is_drawn_by_place, open_text, tokens_of
 
-_BATCH_TOKENS = 8192
-_CPU_FEATURES = 1 << 21  # of the hidden states of one batch
+_TOKENS, _FEATURES = (1, 8192), 1 << 21  # that run together on the CPU: least and most; of their hidden states
+_DEVICE_TOKENS, _DEVICE_FEATURES = (8192, 65536), 1 << 25
+_LOGITS, _DEVICE_LOGITS = 1 << 28, 1 << 31  # in memory
 
 
 def calibration_windows(
@@ -75,17 +76,23 @@ def device_of(module: nn.Module) -> torch.device:
     return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 
 
-def tokens_together(model: nn.Module, batch_tokens: int | None) -> int:
+def tokens_together(model: nn.Module, batch_tokens: int | None, num_copies: int = 0) -> int:
     """Return how many tokens run in one forward of ``model``: ``batch_tokens``, or by default what it is fast with.
 
-    That are 8,192, which fill a device; on the CPU as many as have 2 million features, which its cache holds. Local.
+    That are as many as have 32 million features, of 8,192 to 65,536, which fill a device; on the CPU as many as have 2
+    million, which its cache holds, and 8,192 at most. ``num_copies``: of their logits, which must fit into memory.
+    Local.
 
     Raises:
         TypeError, ValueError: ``batch_tokens`` is no number of tokens.
     """
     if batch_tokens is None:
-        width = getattr(getattr(model, "config", None), "hidden_size", None) or 1
-        return _BATCH_TOKENS if device_of(model).type != "cpu" else min(_BATCH_TOKENS, _CPU_FEATURES // width)
+        config, is_there = getattr(model, "config", None), device_of(model).type != "cpu"
+        width, vocabulary = (getattr(config, name, None) or 1 for name in ("hidden_size", "vocab_size"))
+        (least, most), num_features = (_DEVICE_TOKENS, _DEVICE_FEATURES) if is_there else (_TOKENS, _FEATURES)
+        num_logits = (_DEVICE_LOGITS if is_there else _LOGITS) // max(num_copies, 1)
+        fitting = num_logits // vocabulary if num_copies else most
+        return max(1, min(max(least, num_features // width), most, fitting))
     if isinstance(batch_tokens, bool) or not isinstance(batch_tokens, int):
         raise TypeError(f"batch_tokens must be a number of tokens, not {batch_tokens!r}")
     if batch_tokens < 1:

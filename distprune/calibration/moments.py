@@ -8,6 +8,8 @@ from typing import Literal
 
 import torch
 
+from distprune.shards.device import on_host
+
 Needs = Literal["squares", "products"]  # the diagonal of X^T X, for Wanda; all of it, for SparseGPT
 
 _CHUNK = 1 << 22  # weights whose product with X^T X is in memory at a time
@@ -62,3 +64,15 @@ class Moments:
                 about_mean = (self.squares - of_means.square()).clamp_(min=0)
                 total += (w.square() @ about_mean.float() + (w @ of_means.float()).square_()).sum(dtype=torch.float64)
         return total
+
+
+def adds_in_float32(x: torch.Tensor) -> bool:
+    """Return whether sums over the tokens of ``x`` are taken in float32: there a device needs no copy. Local."""
+    return x.element_size() == 2 and not on_host(x.device)
+
+
+def column_norms(x: torch.Tensor, power: int) -> torch.Tensor:
+    """Return the norm of each column of ``x`` (tokens, features), float64. Local."""
+    dtype = torch.float32 if adds_in_float32(x) else torch.float64
+    norms: torch.Tensor = torch.linalg.vector_norm(x, power, dim=0, dtype=dtype)
+    return norms.double()

@@ -16,6 +16,7 @@ from torch import nn
 
 from distprune.calibration.data import check_fit, check_logits, device_of, token_digest
 from distprune.calibration.openings import texts_of, vocabulary_of
+from distprune.calibration.recorded_words import can_record, write_recorded
 from distprune.calibration.sample_group import find_sample_group
 from distprune.calibration.token_ids import TokenIds
 from distprune.collectives.agree import agree, check_facts, same_everywhere, sum_together, together
@@ -144,7 +145,7 @@ def own_words(
     with (
         kept_gathered(bare) if is_gathered else nullcontext(),
         in_step(comm, bare, layers_communicate=sample_group.size > 1, is_gathered=is_gathered) as run,
-        _generating(bare, temperature, top_k, _seed_of(seed, number)) as generate,
+        _generating(bare, temperature, top_k, _seed_of(seed, number), records=comm.size == 1) as generate,
     ):
         for texts in all_texts:
             num_texts = len(texts.prompts)
@@ -196,7 +197,7 @@ def _check(bare: nn.Module, numbers: dict[str, int], temperature: float, prompts
 
 @contextmanager
 def _generating(
-    model: nn.Module, temperature: float, top_k: int, seed: int
+    model: nn.Module, temperature: float, top_k: int, seed: int, *, records: bool
 ) -> Iterator[Callable[[torch.Tensor, int, Callable[[int], None]], torch.Tensor]]:
     """Yield what continues prompts (texts, k) to texts of a length; leave ``model`` as it was.
 
@@ -207,26 +208,37 @@ def _generating(
     generator = torch.Generator(device_of(model)).manual_seed(seed)
 
     def generate(prompts: torch.Tensor, length: int, tell: Callable[[int], None]) -> torch.Tensor:
-        are_numbers = torch.ones((), dtype=torch.bool, device=prompts.device)
+        num_steps, device = length - prompts.shape[1], prompts.device
+        are_numbers = torch.ones((), dtype=torch.bool, device=device)
+        noise = torch.empty((len(prompts), min(top_k, vocabulary)), dtype=torch.float32, device=device)
+        shuffle = partial(noise.exponential_, generator=generator)
 
-        def draw(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-            """Leave one token of each text: what is greedy then takes it."""
-            nonlocal are_numbers
+        def draw(logits: torch.Tensor) -> torch.Tensor:
+            """Return a token for each text, (texts, 1): the largest of p / noise, as torch.multinomial does."""
             check_logits(logits, vocabulary)
-            are_numbers = are_numbers & logits.amax().isfinite()  # NaN is the largest of all
-            values, tokens = logits.nan_to_num().topk(min(top_k, logits.shape[-1]))
-            places = torch.multinomial((values.float() / temperature).softmax(-1), 1, generator=generator)
-            tell(ids.shape[1] + 1 - prompts.shape[1])
-            return torch.full_like(logits, -torch.inf).scatter_(1, tokens.gather(1, places), 0.0)
+            are_numbers.logical_and_(logits.amax().isfinite())  # NaN is the largest of all
+            values, tokens = logits.nan_to_num().topk(noise.shape[1])
+            shares = (values.float() / temperature).softmax(-1).div_(noise)
+            return tokens.gather(1, shares.argmax(-1, keepdim=True))
 
-        settings = type(before)(max_new_tokens=length - prompts.shape[1], do_sample=False, num_beams=1, use_cache=True)
-        texts: torch.Tensor = anything.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            generation_config=settings,
-            logits_processor=[draw],
-            synced_gpus=False,  # all ranks take as many steps
-        )
+        def leave(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            """Leave one token of each text: what is greedy then takes it."""
+            shuffle()
+            tokens = draw(logits)
+            tell(ids.shape[1] + 1 - prompts.shape[1])
+            return torch.full_like(logits, -torch.inf).scatter_(1, tokens, 0.0)
+
+        texts: torch.Tensor | None = None
+        if records and can_record(model, num_steps):
+            texts = write_recorded(model, prompts, length, shuffle, draw, tell)
+        if texts is None:
+            texts = anything.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                generation_config=type(before)(max_new_tokens=num_steps, do_sample=False, num_beams=1, use_cache=True),
+                logits_processor=[leave],
+                synced_gpus=False,  # all ranks take as many steps
+            )
         if not are_numbers:
             raise ValueError("the model's logits are NaN or Inf where it writes own words")
         return texts

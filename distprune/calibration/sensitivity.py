@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distprune.calibration.data import check_logits, device_of, tokens_together
 from distprune.calibration.listening import first_layers
+from distprune.calibration.moments import column_norms
 from distprune.calibration.sample_group import SampleGroup, find_sample_group, flat_local
 from distprune.calibration.walk import Batch, named, spread
 from distprune.collectives.agree import sum_together, together
@@ -37,6 +38,7 @@ from distprune.models.linear_layers import LinearLayer
 from distprune.shards.device import are_finite, batches, fetched
 from distprune.shards.in_step import in_step
 
+_COPIES = 4  # of logits: theirs, those that predict, and the gradients of both
 _NUM_TOGETHER = 1 << 20  # numbers that are summed in a round
 _EXPERTS_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")  # of every experts module of transformers 5
 
@@ -77,7 +79,7 @@ def measure_sensitivities(
     device = device_of(bare)
     with together(comm):
         listener = _BackwardListener(sample_group, linears, device)
-        mine = spread(samples, sample_group, tokens_together(model, batch_tokens), device)
+        mine = spread(samples, sample_group, tokens_together(model, batch_tokens, _COPIES), device)
         blocks = [block for _, block in decoder_blocks(model)]
     # Of a block, what it is given is kept, not what it computes: the backward pass runs it once more.
     forwards = replacing_forwards(blocks, lambda block: partial(checkpoint, block.forward, use_reentrant=False))
@@ -212,7 +214,7 @@ class _BackwardListener:
         number = self._numbers[name] + which
         self._sample_group.check_cut(x, self.sizes[number], f"{name!r} {'puts out' if which else 'is given'}")
         own = self._sample_group.own_features(x, self.sizes[number])
-        norms = torch.linalg.vector_norm(own, dim=0, dtype=torch.float64)
+        norms = column_norms(own, 2)
         self._sums[number].addcmul_(norms, norms)
 
 

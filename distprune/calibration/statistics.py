@@ -21,7 +21,7 @@ from functools import cached_property
 import torch
 
 from distprune.calibration.listening import first_layers, listening
-from distprune.calibration.moments import Moments, Needs
+from distprune.calibration.moments import Moments, Needs, adds_in_float32, column_norms
 from distprune.calibration.shared_inputs import SharedInput, send_tokens, shared_inputs
 from distprune.calibration.targets import Targets
 from distprune.calibration.walk import Walk
@@ -143,8 +143,12 @@ class InputStatistics:
         self, first: str, own: torch.Tensor, whole: torch.Tensor | None, dense: torch.Tensor | None = None
     ) -> None:
         """Add tokens: ``own`` (tokens, features) of the ``whole`` (tokens, in), ``dense`` as ``own``."""
-        wide = own.float()
-        columns = [values.sum(dim=0, dtype=torch.float64) for values in (wide, wide.abs(), wide.square())]
+        if adds_in_float32(own):
+            total = own.sum(dim=0, dtype=torch.float32).double()
+            columns = [total, column_norms(own, 1), column_norms(own, 2).square()]
+        else:
+            wide = own.float()
+            columns = [values.sum(dim=0, dtype=torch.float64) for values in (wide, wide.abs(), wide.square())]
         self._add(first, _FEATURES, torch.stack(columns, dim=1))
         if whole is not None:
             self._add(first, _PRODUCTS, product(own, whole))

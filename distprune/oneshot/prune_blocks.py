@@ -75,7 +75,7 @@ def prune_blocks(
         permute: ``"channels"``, for N:M with dense targets: these move first; or ``"none"``.
         group: ranks that take part.
         offload: keep activations on the CPU between blocks.
-        batch_tokens: samples of so many tokens run together; by default 8,192, or fewer on the CPU.
+        batch_tokens: samples of so many tokens run together; by default 8,192 to 65,536, or fewer on the CPU.
         expert_memory: bytes of experts' sums at a time.
         finished: called with each block's number until it returns False; it may load the pruned block.
         on_block: called with each block's number and report.

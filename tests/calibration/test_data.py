@@ -315,6 +315,15 @@ def test_how_many_tokens_run_together() -> None:
     assert tokens_together(model, None) == tokens_together(model, 8192)
     model.config.hidden_size = 4096  # type: ignore[union-attr]
     assert (tokens_together(model, None), tokens_together(model, 7)) == (512, 7)
+    model.config.vocab_size = 1 << 18  # type: ignore[union-attr]
+    assert [tokens_together(model, None, num) for num in (0, 1, 4)] == [512, 512, 256]
+    there = make_model()
+    there.weight = nn.Parameter(torch.empty(1, device="meta"))  # as on a device
+    for width, num in ((64, 65536), (2048, 16384), (8192, 8192)):
+        there.config.hidden_size = width  # type: ignore[union-attr]
+        assert tokens_together(there, None) == num
+    there.config.vocab_size = 1 << 17  # type: ignore[union-attr]
+    assert [tokens_together(there, None, num) for num in (1, 4)] == [8192, 4096]
     for bad, error in ((0, ValueError), (True, TypeError), (2.0, TypeError)):
         with pytest.raises(error, match="batch_tokens"):
             tokens_together(model, bad)  # type: ignore[arg-type]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import T5Config, T5ForConditionalGeneration
 
 from distprune import allocate, own_words, prune_blocks, shrink_model
+from distprune.calibration import recorded_words
 from distprune.calibration.openings import BEGINNINGS, chat_opening, texts_of
 from distprune.checkpoint.hf_load import load_model, load_tokenizer
 from distprune.models.decoder_blocks import decoder_blocks
@@ -27,6 +30,7 @@ OTHERS = {  # states instead of keys and values; a window of attention
     "rwkv": {"hidden_size": 24, "num_hidden_layers": 2, "attention_hidden_size": 24, "intermediate_size": 40},
     "gemma2": {**ONE_SHOT_ARCHITECTURES["gemma"], "sliding_window": 4},
 }
+own_words_module = sys.modules["distprune.calibration.own_words"]  # by its name it is the function
 CHAT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
 
 
@@ -51,6 +55,55 @@ def test_is_what_a_forward_without_a_cache_says(architecture: str) -> None:
     if architecture != "rwkv":  # which in evaluation mode divides its weights
         model.eval()
     assert torch.equal(words, likeliest(model, words, 1))
+
+
+def step_by_step(step: Callable[[], None]) -> Callable[[], None]:
+    """Stand in for ``recorded``: there is no graph on the CPU."""
+    step()
+    return step
+
+
+def waiting(_: Callable[[], None]) -> Callable[[], None]:
+    raise RuntimeError("called a synchronizing CUDA operation")
+
+
+@pytest.mark.parametrize(("architecture", "can"), [("llama", True), ("mixtral", True), ("gemma2", False)])
+@pytest.mark.parametrize("record", [step_by_step, waiting])
+def test_steps_that_are_recorded(
+    monkeypatch: pytest.MonkeyPatch, architecture: str, can: bool, record: Callable[..., Any]
+) -> None:
+    model: Any = tiny_model(architecture, **OTHERS.get(architecture, {}))
+    assert not recorded_words.can_record(model, 100)  # on the CPU
+    told, written, original = list[int](), list[bool](), recorded_words.write_recorded
+    words = own_words(model, 3, 40, top_k=1), own_words(model, 3, 40, prompts=samples(2, 7))
+
+    def write(*given: Any) -> torch.Tensor | None:
+        texts = original(*given)
+        written.append(texts is not None)
+        return texts
+
+    monkeypatch.setattr(own_words_module, "can_record", lambda *_: True)
+    monkeypatch.setattr(own_words_module, "write_recorded", write)
+    monkeypatch.setattr(recorded_words, "recorded", record)
+    recorded = own_words(model, 3, 40, top_k=1), own_words(model, 3, 40, prompts=samples(2, 7))
+    assert written == [can and record is step_by_step] * len(written)
+    assert torch.equal(recorded[0], words[0])
+    assert torch.equal(recorded[1], words[1]) or record is waiting or not can  # some draws are thrown away
+    own_words(model, 1, 33, progress=lambda done, _: told.append(done))
+    assert told == list(range(1, 33))
+
+
+@pytest.mark.gpu
+def test_a_graph_writes_what_a_forward_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny_model("llama").cuda()
+    words = own_words(model, 3, 40, seed=4, top_k=1)
+    assert torch.equal(words, likeliest(model, words.cuda(), 1).cpu())
+    monkeypatch.setattr(model, "generate", None)
+    again = own_words(model, 3, 40, seed=4, top_k=1)
+    assert torch.equal(again, words)
+    drawn = own_words(model, 5, 40)
+    assert torch.equal(own_words(model, 5, 40), drawn)
+    assert len({tuple(text) for text in drawn[:, 1:].tolist()}) == 5
 
 
 def test_tokens_are_drawn_by_their_probability() -> None:

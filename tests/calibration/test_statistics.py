@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from distprune.collectives.communicator import Alone, communicator
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.linear_layers import linear_layers
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
+from tests.device_path import as_on_a_device
 from tests.oneshot_oracle import linears, listening
 from tests.sampling import pairs_first
 from tests.worlds import ProcessPool, drawing, run_threads
@@ -178,6 +180,16 @@ def test_rounds_and_bytes(needs: Needs) -> None:
     numbers = 13 * 3 + (0 if needs == "squares" else 10**2 + 3**2)
     # Who shares, with whether a rank has failed; the sums, and before each, and in the end, that all are ready.
     assert used.num_bytes == 8 + 24 * 2 + 64 * (num_sums + 1) + 8 * numbers
+
+
+def test_features_of_16_bits_on_a_device() -> None:
+    model = tiny_model("llama").bfloat16()
+    wanted = moments_of_blocks(model, Alone(), "squares")
+    with as_on_a_device():
+        found = moments_of_blocks(model, Alone(), "squares")
+    for one, other in zip(chain(*found), chain(*wanted), strict=True):
+        for name in ("squares", "mean", "mean_sizes"):
+            torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("num_tokens", [300, 0])
