@@ -141,12 +141,11 @@ class OneShotReport(Totals):
         """Return what was done, in at most 11 lines; all of it is in :meth:`to_dict`."""
         layers, dense = self.layers, [name for block in self.blocks for name in block.dense]
         left = [f"  left dense: {len(dense)} weights, such as {cut(dense[0], 60)}"] if dense else []
-        walked = f"{len(self.blocks)} blocks, {len(layers)} layers, {self.num_samples} samples"
         memory = f"at most {count(max(self.peak_memory, default=0) / 2**20)} MiB in a process"
         lines = [
             cut(f"{self.method}, {self.pattern}"),
             f"  sparsity: {zeros(self.num_zeros, self.num_elements, self.num_parameters)}",
-            f"  {walked}",
+            f"  {len(self.blocks)} blocks, {len(layers)} layers, {self.num_samples} samples",
             *left,
             *worst(
                 "highest relative errors", layers, lambda of: of.name, lambda of: of.relative_error, "{:.4f}".format
@@ -168,14 +167,9 @@ class Meter:
 
     def read(self) -> dict[str, Any]:
         """Return what it took so far, as the report says it. Every rank must call it: one round of 8 bytes a rank."""
-        comm = self.comm
-        used = comm.traffic - self._traffic
-        return {
-            "seconds": time.perf_counter() - self._started,
-            "num_rounds": used.num_rounds,
-            "num_bytes": used.num_bytes,
-            "peak_memory": peak_memory(comm),
-        }
+        used, seconds = self.comm.traffic - self._traffic, time.perf_counter() - self._started
+        traffic = {"num_rounds": used.num_rounds, "num_bytes": used.num_bytes}
+        return {"seconds": seconds, **traffic, "peak_memory": peak_memory(self.comm)}
 
 
 def peak_memory(comm: Communicator, of_rank: Callable[[], int] | None = None) -> tuple[int, ...]:

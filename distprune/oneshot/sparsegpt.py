@@ -9,17 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import ClassVar
 
 import torch
 from typing_extensions import override
 
 from distprune.calibration.moments import Moments, Needs
+from distprune.kernels.available import has_kernels
+from distprune.kernels.sweep import sweep
 from distprune.masks.in_place import zero_where_pruned
 from distprune.oneshot.damping import damped_factor
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import Choose, Solved, Solver, as_keys
 from distprune.patterns.base import Pattern
+from distprune.patterns.n_by_m import NByM
+from distprune.shards.device import on_host
 
 COLUMNS = 128  # that are decided together, section 3.4 of the paper
 DAMPING = 0.01  # of the mean diagonal, as in the authors' code
@@ -28,10 +33,14 @@ _STRETCH = 192  # columns of a triangular matrix that are inverted together
 
 
 def _inverse(upper: torch.Tensor) -> torch.Tensor:
-    """Return the inverse of an upper triangular matrix: a stretch of columns needs only the rows down to its end."""
-    inverse = torch.zeros_like(upper)
-    for start in range(0, len(upper), _STRETCH):
-        stop = min(start + _STRETCH, len(upper))
+    """Return the inverse of an upper triangular matrix, contiguous.
+
+    A stretch of columns needs only the rows down to its end; a device does all in one step.
+    """
+    inverse = torch.zeros_like(upper, memory_format=torch.contiguous_format)
+    stretch = _STRETCH if on_host(upper.device) else len(upper)
+    for start in range(0, len(upper), stretch):
+        stop = min(start + stretch, len(upper))
         unit = torch.zeros((stop, stop - start), dtype=upper.dtype, device=upper.device)
         unit[start:].fill_diagonal_(1)
         inverse[:stop, start:stop] = torch.linalg.solve_triangular(upper[:stop, :stop], unit, upper=True)
@@ -55,9 +64,7 @@ class SparseGPT(Solver):
     @override
     def check(self, pattern: Pattern) -> None:
         if not pattern.width:
-            raise NotImplementedError(
-                f"SparseGPT decides block of columns by block of columns, which {pattern!r} does not"
-            )
+            raise NotImplementedError(f"SparseGPT decides block of columns by block of columns, not by {pattern!r}")
 
     @override
     def prepare(self, moments: Moments) -> dict[str, torch.Tensor]:
@@ -72,59 +79,58 @@ class SparseGPT(Solver):
         mean = h.diagonal().mean().double()
         # With J reversing rows and columns, JHJ = L L^T; R = JLJ is upper triangular, H = R R^T, and U = R^-1.
         lower, num_raised = damped_factor(h.flip(0, 1), DAMPING * mean, moments.names[0])
-        damping = torch.full_like(mean, DAMPING * 10**num_raised)
-        return {"upper": _inverse(lower.flip(0, 1)), "damping": damping}
+        return {"upper": _inverse(lower.flip(0, 1)), "damping": torch.full_like(mean, DAMPING * 10**num_raised)}
 
     @override
     def solve(self, rows: Mapping[str, Rows], moments: Moments, pattern: Pattern, choose: Choose) -> dict[str, Solved]:
-        sweep = _Sweep(rows, moments.prepared["upper"], moments.squares == 0)
+        swept = _Sweep(rows, moments.prepared["upper"], moments.squares == 0)
         num_in, step = len(moments.squares), pattern.width * max(1, COLUMNS // pattern.width)
         for start in range(0, num_in, step):
             stop = min(start + step, num_in)
-            if pattern.is_by_row:  # groups are decided as their columns come up
-                sweep.run(start, stop, pattern.width if pattern.width > 1 else stop - start, sweep.keep_by_row(pattern))
+            if pattern.is_by_row:
+                swept.by_row(start, stop, pattern)
                 continue
-            sizes = {name: sweep.sizes(start, stop, part) for name, part in sweep.part.items()}
+            sizes = {name: swept.sizes(start, stop, part) for name, part in swept.part.items()}
             stays = torch.cat([*choose(sizes, pattern.part(start, stop)).values()])
-            sweep.run(start, stop, stop - start, lambda *_, stays=stays: stays)
-        return {name: Solved(mask, moments.prepared["damping"]) for name, mask in sweep.finish().items()}
+            swept.run(start, stop, stop - start, lambda *_, stays=stays: stays)
+        return {name: Solved(mask, moments.prepared["damping"]) for name, mask in swept.finish().items()}
 
 
 class _Sweep:
     """The rows of all layers that share an input, on their way, side by side: an operation serves all of them.
 
-    ``weight`` is (in, rows), float32, so that a column lies together, as ``stays``; ``part`` says which rows are whose.
-    Inputs that are ``dead`` (in,) were always 0.
+    ``weight`` is (in, rows), float32, as ``stays``: a column lies together, but for kernels, where a row does.
+    ``part`` says which rows are whose. Inputs that are ``dead`` (in,) were always 0.
     """
 
     def __init__(self, rows: Mapping[str, Rows], upper: torch.Tensor, dead: torch.Tensor) -> None:
-        self._rows, self._upper = rows, upper
-        self.weight = torch.cat([layer.weight.t().float() for layer in rows.values()], dim=1).contiguous()
+        self._rows, self._upper, self._on_gpu = rows, upper, has_kernels(upper.device)
+        weight = torch.cat([layer.weight.t().float() for layer in rows.values()], dim=1)
+        self.weight = weight.t().contiguous().t() if self._on_gpu else weight.contiguous()
         self.weight.masked_fill_(dead[:, None], 0)
-        self.stays = torch.empty_like(self.weight, dtype=torch.bool)
-        self.part: dict[str, slice] = {}
-        for name, layer in rows.items():
-            first = max((part.stop for part in self.part.values()), default=0)
-            self.part[name] = slice(first, first + len(layer.weight))
+        self.stays = torch.ones_like(self.weight, dtype=torch.bool)
+        ends = [0, *accumulate(len(layer.weight) for layer in rows.values())]
+        self.part = {name: slice(*both) for name, both in zip(rows, pairwise(ends), strict=True)}
 
     def sizes(self, start: int, stop: int, part: slice = slice(None)) -> torch.Tensor:
         """Return w^2 / [H^-1]_jj^2 of columns ``start`` to ``stop`` of rows ``part``, (rows, columns)."""
         diagonal = self._upper.diagonal()[start:stop, None]
         return (self.weight[start:stop, part] / diagonal).square_().t().contiguous()
 
-    def keep_by_row(self, pattern: Pattern) -> Callable[[int, int], torch.Tensor]:
-        """Return what tells, of some columns, (rows, columns), what stays by the layers' own patterns."""
-        own = [pattern.of(layer.name) for layer in self._rows.values()]
+    def by_row(self, start: int, stop: int, pattern: Pattern) -> None:
+        """Prune columns ``start`` to ``stop`` by the layers' own patterns; groups are decided as they come up."""
+        if self._on_gpu and isinstance(pattern, NByM) and pattern.m <= COLUMNS:
+            sweep(self.weight.t(), self.stays.t(), self._upper, slice(start, stop), pattern.n, pattern.m)
+            return
+        parts = [(pattern.of(self._rows[name].name), part) for name, part in self.part.items()]
+        if all(other == parts[0][0] for other, _ in parts):
+            parts = [(parts[0][0], slice(None))]
 
         def keep(start: int, stop: int) -> torch.Tensor:
-            if all(other == own[0] for other in own):
-                return own[0].part(start, stop).keep(as_keys(self.sizes(start, stop)))
-            parts = zip(own, self.part.values(), strict=True)
-            return torch.cat(
-                [by_row.part(start, stop).keep(as_keys(self.sizes(start, stop, part))) for by_row, part in parts]
-            )
+            some = [by_row.part(start, stop).keep(as_keys(self.sizes(start, stop, part))) for by_row, part in parts]
+            return torch.cat(some)
 
-        return keep
+        self.run(start, stop, pattern.width if pattern.width > 1 else stop - start, keep)
 
     def run(self, start: int, stop: int, group: int, keep: Callable[[int, int], torch.Tensor]) -> None:
         """Prune columns ``start`` to ``stop``, of all rows; ``keep(a, b)`` says what stays of columns ``a`` to ``b``.
@@ -133,6 +139,12 @@ class _Sweep:
         """
         block, stays, upper = self.weight[start:stop], self.stays[start:stop], self._upper
         if block.shape[1] == 0:
+            return
+        if self._on_gpu:
+            for first in range(start, stop, group):
+                at = slice(first, min(first + group, stop))
+                self.stays[at] = keep(at.start, at.stop).t()
+                sweep(self.weight.t(), self.stays.t(), upper, at)
             return
         diagonal = upper.diagonal()[start:stop, None]
         scales, errors = torch.empty_like(block), torch.empty_like(block)  # 1 / [H^-1]_jj of what goes, 0 of what stays
@@ -147,13 +159,10 @@ class _Sweep:
                     stays[some] = keep(start + i, start + i + group).t()
                     torch.div(~stays[some], diagonal[some], out=scales[some])
                 torch.mul(columns[i], scale_of[i], out=error_of[i])
-                if i + 1 < end:
-                    block[i + 1 : end].addr_(part_upper[i - first, i - first + 1 :], error_of[i], alpha=-1)
-            if end < len(block):
-                later = upper[start + first : start + end, start + end : stop].t()
-                block[end:].addmm_(later, errors[first:end], alpha=-1)
-        if stop < len(self.weight):
-            self.weight[stop:].addmm_(upper[start:stop, stop:].t(), errors, alpha=-1)
+                block[i + 1 : end].addr_(part_upper[i - first, i - first + 1 :], error_of[i], alpha=-1)
+            later = upper[start + first : start + end, start + end : stop].t()
+            block[end:].addmm_(later, errors[first:end], alpha=-1)
+        self.weight[stop:].addmm_(upper[start:stop, stop:].t(), errors, alpha=-1)
         zero_where_pruned(block, stays)
 
     def finish(self) -> dict[str, torch.Tensor]:

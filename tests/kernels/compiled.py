@@ -17,14 +17,15 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from distprune.kernels.on_device import hold, rows, select
+from distprune.kernels.on_device import hold, rows, select, sweep
 
 _PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 _POINTERS = ("segments", "firsts", "states", "histogram", "num_nans", "totals", "strides", "counts", "least")
 
 
 def spilled(kernel: Any, constants: dict[str, Any], num_warps: int) -> int:
-    types = {**dict.fromkeys(_POINTERS, "*i64"), "samples": "*i32"}
+    types = {**dict.fromkeys(_POINTERS, "*i64"), "samples": "*i32", "stays": "*i8"}
+    types |= dict.fromkeys(("weight", "upper", "errors"), "*fp32")
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     aligned = {
         (i,): [["tt.divisibility", 16]]
@@ -93,6 +94,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
         yield f"count_held {word}", hold.count_held, tile, 4
         yield f"read_held {word}", hold.read_held, tile, 4
         yield f"mask {word}", hold.mask, {**tile, "SIGNS": True}, 4
+    yield "sweep", sweep.sweep, {"ROWS": 4, "WIDTH": 128}, 1
 
 
 if __name__ == "__main__":

@@ -25,7 +25,13 @@ def spills(*names: str) -> dict[str, int]:
 @pytest.mark.parametrize(
     "names",
     [
-        ("count False magnitude bf16", "write_lowest magnitude bf16", "rows False 1024 magnitude bf16", "narrow"),
+        (
+            "count False magnitude bf16",
+            "write_lowest magnitude bf16",
+            "rows False 1024 magnitude bf16",
+            "narrow",
+            "sweep",
+        ),
         pytest.param((), marks=pytest.mark.whole),
     ],
     ids=["some", "all"],
