@@ -26,7 +26,7 @@ LINES = {
     "removal": (1508, 1160),
     "scores": (376, 350),
     "selection": (497, 520),
-    "shards": (1175, 1030),
+    "shards": (1195, 1030),
     "training": (1483, 1030),
 }
 

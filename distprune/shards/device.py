@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 _HOST_TYPES = ("cpu",)  # of devices; what lies there is worked on by numpy
 _HOST_CHUNK = 1 << 17  # elements: the temporaries of one chunk stay in a core's second-level cache
@@ -160,13 +163,36 @@ def own_settings() -> Iterator[None]:
         yield
 
 
-def plain_attention(device: torch.device) -> AbstractContextManager[None]:
-    """Return the context in which the backward pass of torch's attention has the same bits each time. Local.
+@contextmanager
+def ordered_attention(device: torch.device) -> Iterator[None]:
+    """Run the body so that the backward pass of torch's attention, if within, has the same bits each time. Local.
 
-    Fused kernels of accelerators add in any order: those are off for all threads, as of :func:`own_settings`. Nothing
-    is changed of attention that a model computes in another way.
+    Fused kernels of accelerators add in any order. Those of CUDA do not where algorithms are to be deterministic: these
+    are, for their time. Others are off, for all threads, as of :func:`own_settings`. Nothing is changed of attention
+    that a model computes in another way.
     """
-    return nullcontext() if on_host(device) else _attention
+    with ExitStack() as stack:
+        if not on_host(device):
+            # Where a kernel raises, what comes behind it does not run.
+            stack.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
+            stack.enter_context(_attention[device.type == "cuda"])
+            stack.enter_context(_Ordering())
+        yield
+
+
+class _Ordering(TorchFunctionMode):
+    """Within, algorithms are deterministic while fused attention runs backward."""
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func is scaled_dot_product_attention and (last := output.grad_fn) is not None:
+            before = torch.get_deterministic_debug_mode()
+            for node in (last, *(node for node, _ in last.next_functions)):  # what is fused may be cut behind
+                if node is not None and "Attention" in node.name():
+                    node.register_prehook(lambda _: torch.set_deterministic_debug_mode("error"))
+                    node.register_hook(lambda *_: torch.set_deterministic_debug_mode(before))
+        return output
 
 
 @contextmanager
@@ -209,4 +235,7 @@ def _older(cuda: Any) -> str:
     return "high" if allows_tf32 else "highest"
 
 
-_precision, _attention = _OfProcess(_full_precision), _OfProcess(partial(sdpa_kernel, SDPBackend.MATH))
+_precision = _OfProcess(_full_precision)
+_FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+# Of other devices, and of CUDA.
+_attention = [_OfProcess(partial(sdpa_kernel, [*fused, SDPBackend.MATH])) for fused in ((), _FUSED)]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
-from distprune.shards.device import own_settings, plain_attention
+from distprune.shards import device
+from distprune.shards.device import ordered_attention, own_settings
 
 BACKENDS: Any = torch.backends
 OURS = ("ieee", "ieee", torch.float32)
@@ -104,7 +106,7 @@ def test_what_follows_a_general_setting_goes_on_to() -> None:
     ("within", "look", "ours"),
     [
         pytest.param(own_settings, settings, OURS, id="precision"),
-        pytest.param(lambda: plain_attention(torch.device("meta")), fused, (False, False, False), id="attention"),
+        pytest.param(lambda: ordered_attention(torch.device("meta")), fused, (False, False, False), id="attention"),
     ],
 )
 def test_last_thread_puts_back_what_belongs_to_the_process(
@@ -141,3 +143,32 @@ def test_autocast_forgets_weights_that_were_written_to() -> None:
             linear.bias.zero_()
         assert torch.is_autocast_enabled("cpu")
         assert not linear(x).any()
+
+
+def test_fused_attention_is_deterministic_for_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here that of the CPU: before its backward pass, behind it, and at the end."""
+    switch = "set_deterministic_debug_mode"
+    monkeypatch.setattr(device, "_HOST_TYPES", ())
+    monkeypatch.setattr(device, "_attention", [nullcontext()] * 2)
+    query, key = (torch.ones(1, 2, 4, 8, requires_grad=True) for _ in range(2))
+    with patch.object(torch, switch, return_value=None) as switched, ordered_attention(torch.device("cpu")):
+        output = nn.functional.scaled_dot_product_attention(query * 2, key, key)
+        torch.autograd.grad(output[:, :, 1:].sum(), (query, key))
+    assert [call.args[0] for call in switched.call_args_list] == ["error", 0, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("size", "has_mask"), [(64, False), (60, False), (64, True)], ids=["", "padded", "masked"])
+def test_attention_on_a_device_has_the_same_bits_each_time(size: int, *, has_mask: bool) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape, bfloat16 = (2, 4, 1024, size), torch.bfloat16
+    inputs = [torch.randn(shape, generator=generator, device="cuda", dtype=bfloat16) for _ in range(3)]
+    mask = torch.ones(1024, 1024, dtype=torch.bool, device="cuda").tril() if has_mask else None
+    found = []
+    for _ in range(8):
+        query, key, value = leaves = [x.clone().requires_grad_() for x in inputs]
+        with ordered_attention(query.device):
+            output = nn.functional.scaled_dot_product_attention(query, key, value, mask, is_causal=not has_mask)
+            found.append(torch.cat([part.flatten() for part in torch.autograd.grad(output.sum(), leaves)]))
+    assert all(torch.equal(found[0], other) for other in found)
+    assert torch.get_deterministic_debug_mode() == 0
