@@ -10,37 +10,36 @@ import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
-from distprune.kernels.held import zero_where_masked
+from distprune.kernels.held import Masked, Tables, zero_where_masked
 from distprune.shards.device import chunk_size, on_host
 from distprune.shards.local_shard import bits_of
 
 
-def zero_where_pruned(local: torch.Tensor, mask: torch.Tensor) -> None:
-    """Write 0 (never -0) into ``local`` wherever ``mask`` (bool, same local shape) is False. Local.
+def zero_where_pruned(local: torch.Tensor, mask: torch.Tensor, *, where: bool = False) -> None:
+    """Write 0 (never -0) into ``local`` wherever ``mask`` (bool, same local shape) is ``where``. Local.
 
     On the host chunk by chunk; on a device one operation, which needs no memory.
     """
-    if local.is_complex():
-        local.detach().masked_fill_(~mask, 0)
-        return
-    if not on_host(local.device):
+    if local.is_complex() or (where and not on_host(local.device)):
+        local.detach().masked_fill_(mask if where else ~mask, 0)
+    elif on_host(local.device):
+        for values, flags in _chunks(bits_of(local.detach()), mask.view(torch.int8)):
+            values *= flags ^ 1 if where else flags  # as integers: 0 has the bits of 0.0
+        increment_version(local)  # numpy does not
+    else:
         bits_of(local.detach()).mul_(mask)
-        return
-    for values, keep in _chunks(bits_of(local.detach()), mask.view(torch.int8)):
-        values *= keep  # as integers: 0 has the bits of 0.0
-    increment_version(local)  # numpy does not
 
 
-def zero_all_where_pruned(shards: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Do so for many shards, each with its mask; for those on a GPU all together. Local."""
-    there: defaultdict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+def zero_all_where_pruned(shards: Sequence[Masked], *, where: bool = False, tables: Tables | None = None) -> None:
+    """Do so for many shards, each with its mask; for those on a GPU all together, as :class:`Tables` says. Local."""
+    there: defaultdict[torch.device, list[Masked]] = defaultdict(list)
     for local, mask in shards:
         if on_host(local.device) or local.is_complex():
-            zero_where_pruned(local, mask)
+            zero_where_pruned(local, mask, where=where)
         else:
             there[local.device].append((local, mask))
     for pairs in there.values():
-        zero_where_masked(pairs)
+        zero_where_masked(pairs, where, tables or Tables())
 
 
 def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
@@ -62,20 +61,20 @@ def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
         yield tuple([view[start : start + step] for view in views])
 
 
-def read_kept(local: torch.Tensor, kept: torch.Tensor, least: int = 0) -> tuple[int, int, bool]:
-    """Write into ``kept`` (bool, same local shape) where ``local`` is other than +0.0; -0.0 counts as kept.
+def read_held(local: torch.Tensor, held: torch.Tensor, least: int = 0) -> tuple[int, int, bool]:
+    """Write into ``held`` (bool, same local shape) where ``local`` is +0.0; -0.0 counts as kept.
 
-    With fewer than ``least`` zeros in ``local``, ``kept`` stays as it is. Return how many places of ``kept`` changed,
-    how many are False now, and whether there were too few zeros. Local, on the host, chunk by chunk.
+    With fewer than ``least`` zeros in ``local``, ``held`` stays as it is. Return how many places of ``held`` changed,
+    how many are True now, and whether there were too few zeros. Local, on the host, chunk by chunk.
     """
     too_few = least > 0 and not _has_zeros(bits_of(local), least)
     num_changed = num_held = 0
-    for bits, before in _chunks(bits_of(local), kept):
-        now = before if too_few else bits != 0
+    for bits, before in _chunks(bits_of(local), held):
+        now = before if too_few else bits == 0
         if num := int(np.count_nonzero(now != before)):
             before[...] = now
         num_changed += num
-        num_held += now.size - int(np.count_nonzero(now))
+        num_held += int(np.count_nonzero(now))
     return num_changed, num_held, too_few
 
 
@@ -89,18 +88,18 @@ def _has_zeros(bits: torch.Tensor, least: int) -> bool:
 
 
 @torch.no_grad()
-def write_signed_zeros(local: torch.Tensor, kept: torch.Tensor) -> None:
-    """Write +0.0 where ``kept`` is False, and -0.0 over a +0.0 where it is True. Local, chunk by chunk.
+def write_signed_zeros(local: torch.Tensor, held: torch.Tensor) -> None:
+    """Write +0.0 where ``held`` is True, and -0.0 over a +0.0 where it is False. Local, chunk by chunk.
 
     So the bits of ``local`` say which weights are kept.
     """
     bits = bits_of(local)
     negative_zero = torch.iinfo(bits.dtype).min
-    for values, keep in _chunks(bits, kept):
-        if on_host(local.device) and np.array_equal(values != 0, keep):
+    for values, zeros in _chunks(bits, held):
+        if on_host(local.device) and np.array_equal(values == 0, zeros):
             continue  # as a rule: a write would take longer than the read
-        values *= keep
-        _fill(values, (values == 0) & keep, negative_zero)
+        values *= ~zeros
+        _fill(values, (values == 0) & ~zeros, negative_zero)
 
 
 @torch.no_grad()
@@ -142,15 +141,15 @@ def bring_back(local: torch.Tensor, aside: torch.Tensor) -> torch.Tensor:
 def make_zeros_positive(local: torch.Tensor, unless_held: torch.Tensor | None = None) -> None:
     """Write +0.0 over every -0.0. Local, chunk by chunk.
 
-    ``unless_held`` (bool, same local shape): not if there are places where it is False, and all of them are +0.0.
+    ``unless_held`` (bool, same local shape): not if there are places where it is True, and all of them are +0.0.
     """
     bits = bits_of(local)
     due: Any = True
     if unless_held is not None:
         differs, holds_none = False, True  # on a device tensors, which are not waited for
-        for values, keep in _chunks(bits, unless_held):
-            differs = differs | ((values != 0) & ~keep).any()
-            holds_none = holds_none & keep.all()
+        for values, held in _chunks(bits, unless_held):
+            differs = differs | ((values != 0) & held).any()
+            holds_none = holds_none & ~held.any()
         due = differs | holds_none
     for (values,) in _chunks(bits):
         _fill(values, (values == torch.iinfo(bits.dtype).min) & due, 0)

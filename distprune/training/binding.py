@@ -160,7 +160,7 @@ class Binding:
             if shard.local.is_meta:
                 continue
             known = held = before.get(shard.name)
-            if held is None or held.shard.geometry != shard.geometry or held.mask.device != shard.local.device:
+            if held is None or held.shard.geometry != shard.geometry or held.zeros.device != shard.local.device:
                 held = Held(shard)
                 held.may_be_foreign = known is None or known.may_be_foreign
             elif held.shard.local.data_ptr() != shard.local.data_ptr():
@@ -194,21 +194,20 @@ class Weak:
     A hook of a parameter that kept its arguments would keep the parameter: Python finds no cycles through tensors.
     """
 
-    def __init__(self, method: Callable[..., None] | None, *arguments: Any) -> None:
-        self._method = None if method is None else weakref.WeakMethod(method)
-        self._arguments = [weakref.ref(argument) for argument in arguments]
+    def __init__(self, method: Any, *arguments: Any) -> None:
+        self._function = method.__func__
+        self._arguments = [weakref.ref(argument) for argument in (method.__self__, *arguments)]
 
     def __call__(self, *_: Any) -> None:
         if torch.compiler.is_compiling() or _transform() is not None:
             return  # what is compiled is not replaced, and what torch.func transforms has no memory to read
-        method = None if self._method is None else self._method()
         arguments = [argument() for argument in self._arguments]
-        if method is not None and None not in arguments:
-            method(*arguments)
+        if None not in arguments:
+            self._function(*arguments)
 
     @override
-    def __reduce__(self) -> Any:
-        return Weak, (None,)
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_arguments": [type(None)]}  # as of an object that is gone
 
 
 def _registered(shard: LocalShard) -> torch.Tensor | None:

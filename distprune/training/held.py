@@ -19,10 +19,10 @@ import torch
 from distprune.collectives.agree import max_together
 from distprune.collectives.base import Communicator
 from distprune.collectives.roster import Roster
-from distprune.kernels.held import HeldOnDevice
+from distprune.kernels.held import HeldOnDevice, Tables
 from distprune.masks.in_place import (
     make_zeros_positive,
-    read_kept,
+    read_held,
     write_signed_zeros,
     zero_all_where_pruned,
     zero_where_pruned,
@@ -38,18 +38,19 @@ from distprune.shards.parameter_range import ParameterRange, gradient_of
 _NO_MOMENTS = frozenset({"step_size", "pre_cond_0", "pre_cond_1", "inv_pre_cond_0", "inv_pre_cond_1", "Q", "U"})
 # Of the zeros of a parameter: another mask has more of them, dense weights (in bfloat16) may have a few by chance.
 _MOST_LEFT = 0.1
+_MASKED = "_distprune_masked"  # an attribute of a gradient: its version as zeros were written into it
 
 
 @final
 class Held:
-    """The zeros of one shard: ``mask`` (bool, local shape) is False where a weight is held, as of ``version``."""
+    """The zeros of one shard: ``zeros`` (bool, local shape) is True where a weight is held, as of ``version``."""
 
     def __init__(self, shard: LocalShard) -> None:
-        self.mask = torch.ones(shard.geometry.local_shape, dtype=torch.bool, device=shard.local.device)
+        self.zeros = torch.zeros(shard.geometry.local_shape, dtype=torch.bool, device=shard.local.device)
         self.num_held = 0
         self.is_new = True  # state of an optimizer may not be clean where weights are held
         self.may_be_foreign = True  # others have written the weights: the sign of a zero says nothing
-        self.version: tuple[int, int] | None = None  # of the weights that ``mask`` was read from
+        self.version: tuple[int, int] | None = None  # of the weights that ``zeros`` was read from
         self.shard = shard
 
     def current_version(self) -> tuple[int, int] | None:
@@ -70,7 +71,7 @@ class Held:
         If all that is held is +0.0 there too, they are from a training like this one.
         """
         if self.may_be_foreign:
-            make_zeros_positive(self.shard.local, unless_held=self.mask)
+            make_zeros_positive(self.shard.local, unless_held=self.zeros)
             self.may_be_foreign, self.version = False, None
 
     @property
@@ -78,32 +79,29 @@ class Held:
         """How many zeros there must be: with fewer, they were overwritten."""
         return math.ceil(self.num_held * _MOST_LEFT)
 
-    def take(self, num_changed: int, num_held: int) -> None:
-        """Take over what was counted in a reading."""
-        self.num_held, self.is_new = num_held, self.is_new or num_changed > 0
-        self.version = self.current_version()
-
-    def expect_others(self) -> None:
-        """Take the zeros that are there next as what is held, however few: regrowth or a checkpoint moves them."""
-        self.num_held, self.version = 0, None
-
     def mask_gradient(self) -> None:
         """Write zeros into the gradient of the parameter where weights are held."""
-        assert self.shard.tensor is not None  # FSDP1's have no hook
-        part = self.gradient(ParameterRange(self.shard.tensor, 0, self.shard.geometry.local_shape))
+        parameter = self.shard.tensor
+        assert parameter is not None  # FSDP1's have no hook
+        part = self.gradient(ParameterRange(parameter, 0, self.shard.geometry.local_shape))
         if part is not None:
-            zero_where_pruned(part, self.mask)
+            zero_where_pruned(part.data, self.zeros, where=True)  # not counted: FSDP2's are views of one tensor
+            vars(parameter.grad)[_MASKED] = part._version
 
     def gradient(self, where: ParameterRange) -> torch.Tensor | None:
-        """Return the shard's part of the gradient, detached. ``None`` if there is none, or it was masked here.
+        """Return the shard's part of the gradient, detached. ``None`` if there is none, or it is masked.
 
-        A partial sum is none: the optimizer reduces it itself, and what it writes is zeroed then.
+        On a device it is, from where it was made on, as long as torch counts no write to it; but a view may be written
+        to through another (DDP's buckets). A partial sum is none: the optimizer reduces it itself, and what it writes
+        is zeroed then.
         """
         gradient = where.parameter.grad
         if gradient is not None and gradient.is_sparse:
-            gradient._values().mul_(self.mask[tuple(gradient._indices())].to(gradient.dtype))
-            return None
-        return gradient_of(where)
+            gradient._values().mul_((~self.zeros[tuple(gradient._indices())]).to(gradient.dtype))
+        if gradient is None or self.is_new or on_host(gradient.device) or gradient._is_view():
+            return gradient_of(where)
+        is_masked = vars(gradient).get(_MASKED) == local_of(gradient)._version
+        return None if is_masked else gradient_of(where)
 
     def moments(self, where: ParameterRange, state: dict[str, object]) -> Iterator[torch.Tensor]:
         """Yield what is per element of an optimizer's ``state``, to be masked; what is packed is masked here."""
@@ -115,7 +113,7 @@ class Held:
                 yield where.part_of(value)
             elif value.is_floating_point():  # torchao's of 8, 4 and fp8 bits, which copy_ packs and unpacks
                 unpacked = torch.empty(local.shape, dtype=torch.float32, device=local.device).copy_(local)
-                zero_where_pruned(where.part_of(unpacked), self.mask)
+                zero_where_pruned(where.part_of(unpacked), self.zeros, where=True)
                 local.copy_(unpacked)
 
 
@@ -124,13 +122,13 @@ class HeldTogether:
     """Several of a model's shards: all, or what one optimizer moves, with their ``ranges`` in its parameters."""
 
     def __init__(self, held: Sequence[Held], ranges: Sequence[ParameterRange] = ()) -> None:
-        self.held, self.ranges = held, ranges
+        self.held, self.ranges, self._tables = held, ranges, Tables()  # of gradients
         by_device: defaultdict[torch.device, list[Held]] = defaultdict(list)
         for one in held:
             by_device[one.shard.local.device].append(one)
         self._on_host = [one for device, several in by_device.items() if on_host(device) for one in several]
         self._on_devices = [
-            (several, HeldOnDevice([(one.shard.local, one.mask) for one in several]))
+            (several, HeldOnDevice([(one.shard.local, one.zeros) for one in several]))
             for device, several in by_device.items()
             if not on_host(device)
         ]
@@ -146,14 +144,15 @@ class HeldTogether:
             held.take_over()
         for held in self._on_host:
             if at_step or held.is_written():
-                read.append((held, read_kept(held.shard.local, held.mask, held.fewest)))
+                read.append((held, read_held(held.shard.local, held.zeros, held.fewest)))
         for several, on_device in self._on_devices:
             if any(held.is_written() or (at_step and held.shard.tensor is None) for held in several):
                 fewest = torch.tensor([held.fewest for held in several], dtype=torch.int64, device="cpu")
                 (counts,) = fetched([on_device.read(sent(fewest, several[0].shard.local.device))])
                 read += zip(several, counts.tolist(), strict=True)
         for held, (num_changed, num_held, _) in read:
-            held.take(num_changed, num_held)
+            held.num_held, held.is_new = num_held, held.is_new or num_changed > 0
+            held.version = held.current_version()
         if lost := [held for held, (*_, has_too_few) in read if has_too_few]:
             _warn_of_overwritten(lost)
 
@@ -162,19 +161,20 @@ class HeldTogether:
         parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         for held, where in zip(self.held, self.ranges, strict=True):
             if held.is_new:
-                parts += [(moment, held.mask) for moment in held.moments(where, state_of(where.parameter))]
+                parts += [(moment, held.zeros) for moment in held.moments(where, state_of(where.parameter))]
                 held.is_new = False
-        zero_all_where_pruned(parts)
+        zero_all_where_pruned(parts, where=True)
 
     def mask_gradients(self) -> None:
         """Write zeros into the gradients where weights are held."""
-        parts = [(held.gradient(where), held.mask) for held, where in zip(self.held, self.ranges, strict=True)]
-        zero_all_where_pruned([(part, mask) for part, mask in parts if part is not None])
+        parts = [(held.gradient(where), held.zeros) for held, where in zip(self.held, self.ranges, strict=True)]
+        there = [(part, zeros) for part, zeros in parts if part is not None]
+        zero_all_where_pruned(there, where=True, tables=self._tables)
 
     def write_zeros(self) -> None:
         """After a step: zeros where weights are held, and -0.0 where a kept one has become zero."""
         for held in self._on_host:
-            write_signed_zeros(held.shard.local, held.mask)
+            write_signed_zeros(held.shard.local, held.zeros)
         for _, on_device in self._on_devices:
             on_device.write_signed_zeros()
         for held in self.held:

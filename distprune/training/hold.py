@@ -23,7 +23,7 @@ from typing_extensions import override
 from distprune.collectives.agree import together
 from distprune.collectives.communicator import Group, communicator
 from distprune.formatting import one_line
-from distprune.masks.in_place import make_zeros_positive, zero_where_pruned
+from distprune.masks.in_place import make_zeros_positive, zero_all_where_pruned
 from distprune.models.find_shards import NamePattern
 from distprune.models.runnable import check_not_offloaded
 from distprune.patterns.base import Pattern
@@ -63,9 +63,9 @@ def hold_zeros(
     on a kept weight that becomes zero is written as -0.0, the same number; :meth:`Hold.finish` turns it into 0.0. It
     may be called before or after the model and the optimizer are wrapped or loaded. Weights are read again when torch
     has counted a write to them, and on a CPU before every step. Torch does not count what is written through ``data``:
-    on a device, write to the parameter itself, within ``torch.no_grad()``. -0.0 counts as kept where you write it
-    later: ``weight.mul_(mask)`` leaves it where weights were negative; ``weight.masked_fill_(~mask, 0)`` does not. And
-    every +0.0 that you write is held for good, pruned or not, as by ``weight.clamp_(min=0)``.
+    on a device, write to the parameter or the gradient itself, within ``torch.no_grad()``. -0.0 counts as kept where
+    you write it later: ``weight.mul_(mask)`` leaves it where weights were negative; ``weight.masked_fill_(~mask, 0)``
+    does not. And every +0.0 that you write is held for good, pruned or not, as by ``weight.clamp_(min=0)``.
 
     Zeros that are there by nature are held, too, and never learn: leave them out with ``exclude``. A warning names
     matrices of them by one sign: all their other weights are the same number, as ``eye_`` and ``dirac_`` leave them.
@@ -246,7 +246,7 @@ class Hold(OnSteps):
     def expect_others(self) -> None:
         """Hold the zeros that are there at the next step in the place of those now, however few they are. Local."""
         for held in self._binding.held:
-            held.expect_others()
+            held.num_held, held.version = 0, None
 
     def counts(self) -> Counts:
         """Return how many weights are held, over all ranks. Every rank must call it: as :meth:`counts_by_name`."""
@@ -288,9 +288,8 @@ class Hold(OnSteps):
                     raise ValueError(
                         f"{held.shard.name!r} is missing, or laid out differently; pass a copy of the held model"
                     )
-                work.append((shard.local, held.mask.to(shard.local.device)))
-        for local, mask in work:
-            zero_where_pruned(local, mask)
+                work.append((shard.local, held.zeros.to(shard.local.device)))
+        zero_all_where_pruned(work, where=True)
 
     def regrow(
         self, share: float, pattern: Pattern | str = "unstructured", *, by: GrowBy = "random", seed: int | None = None

@@ -93,7 +93,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
         tile = {"WORD": word, "BLOCK": 1024, "ALIGNED": True}
         yield f"count_held {word}", hold.count_held, tile, 4
         yield f"read_held {word}", hold.read_held, tile, 4
-        yield f"mask {word}", hold.mask, {**tile, "SIGNS": True}, 4
+        yield f"mask {word}", hold.mask, {**tile, "WHERE": True, "SIGNS": True}, 4
     yield "sweep", sweep.sweep, {"ROWS": 4, "WIDTH": 128}, 1
 
 

@@ -8,11 +8,11 @@ import torch
 
 from tests.kernels import interpreted  # noqa: F401  # first
 
-from distprune.kernels.held import HeldOnDevice, zero_where_masked  # isort: skip
+from distprune.kernels.held import HeldOnDevice, Tables, zero_where_masked  # isort: skip
 from distprune.kernels.lowest import Keys  # isort: skip
 from distprune.kernels.table import Piece  # isort: skip
 from distprune.kernels.within import MOST_IN_GROUP, Within  # isort: skip
-from distprune.masks.in_place import read_kept, write_signed_zeros  # isort: skip
+from distprune.masks.in_place import read_held, write_signed_zeros  # isort: skip
 from tests.device_path import counted_waits  # isort: skip
 from tests.kernels.cases import DTYPES, awkward, bits, keys_for, zeroed  # isort: skip
 
@@ -98,25 +98,28 @@ def test_held_zeros(seed: int, how: str, request: pytest.FixtureRequest) -> None
     weights.append(awkward(rng, 60, torch.float32).view(6, 10).t())  # scattered
     if how == "kernels":
         request.getfixturevalue("interpreted")
-    kept = [torch.from_numpy(rng.integers(0, 2, tuple(w.shape)) == 1) for w in weights]
+    zeros = [torch.from_numpy(rng.integers(0, 2, tuple(w.shape)) == 1) for w in weights]
     least = torch.from_numpy(rng.integers(0, 3, len(weights)) * 100)
-    held, wanted = HeldOnDevice(list(zip(weights, kept, strict=True))), [mask.clone() for mask in kept]
+    held, wanted = HeldOnDevice(list(zip(weights, zeros, strict=True))), [mask.clone() for mask in zeros]
     held.read(torch.full_like(least, 1 << 40))  # more than there are: the masks stay as they are
     with counted_waits() as waits:
         totals = held.read(least)
     assert not waits.calls
     for i, (w, mask) in enumerate(zip(weights, wanted, strict=True)):
         if w.numel():
-            assert totals[i].tolist() == [*map(int, read_kept(w, mask, int(least[i])))]
-        assert torch.equal(kept[i], mask)
+            assert totals[i].tolist() == [*map(int, read_held(w, mask, int(least[i])))]
+        assert torch.equal(zeros[i], mask)
         w.copy_(awkward(rng, w.numel(), w.dtype).view(w.shape))
     plain, versions = [w.clone() for w in weights], [w._version for w in weights]
     held.write_signed_zeros()
     assert all(w._version > version for w, version in zip(weights, versions, strict=True))
-    for w, other, mask in zip(weights, plain, kept, strict=True):
+    for w, other, mask in zip(weights, plain, zeros, strict=True):
         write_signed_zeros(other, mask)
         assert torch.equal(bits(w), bits(other))
-        w.copy_(awkward(rng, w.numel(), w.dtype).view(w.shape))
-    plain = [zeroed(w, ~mask) for w, mask in zip(weights, kept, strict=True)]
-    zero_where_masked(list(zip(weights, kept, strict=True)))
-    assert all(torch.equal(bits(w), bits(other)) for w, other in zip(weights, plain, strict=True))
+    tables = Tables()
+    for where in (True, False, True):
+        for w in weights:
+            w.copy_(awkward(rng, w.numel(), w.dtype).view(w.shape))
+        plain = [zeroed(w, mask == where) for w, mask in zip(weights, zeros, strict=True)]
+        zero_where_masked(list(zip(weights, zeros, strict=True)), where, tables)
+        assert all(torch.equal(bits(w), bits(other)) for w, other in zip(weights, plain, strict=True))

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -23,13 +24,15 @@ from typing_extensions import override
 
 import distprune as prune
 from distprune.kernels.table import Table
+from distprune.masks.in_place import zero_all_where_pruned
 from distprune.shards.layouts import local_of
 from distprune.shards.parameter_range import gradients_of
+from distprune.training import held as held_zeros
 from distprune.training.hold import hold_zeros
 from tests.device_path import Waits, as_on_a_device, counted_waits
 from tests.training.optimizers import INCLUDE, check_moments, held_bits, targets
 from tests.worlds import ProcessPool
-from tests.wrapped import batches, transformer, wrap
+from tests.wrapped import Wrapped, batches, transformer, wrap
 
 
 def _in_place(model: nn.Module, moved: list[torch.Tensor]) -> None:
@@ -161,7 +164,76 @@ def test_a_step_on_a_device(how: str, request: pytest.FixtureRequest) -> None:
             assert torch.equal(state["momentum_buffer"], of_other["momentum_buffer"])
         assert [waits.num_fetches for _, waits in counts] == [0, 1]
         launches.append([num for num, _ in counts])
-    assert launches == ([[2, 5]] * 2 if how == "kernels" else [[0, 0]] * 2)
+    assert launches == ([[1, 5]] * 2 if how == "kernels" else [[0, 0]] * 2)
+
+
+def _noisy(_, bucket):  # type: ignore[no-untyped-def]  # DDP reads no annotations that are text
+    done = torch.futures.Future[torch.Tensor]()
+    done.set_result(bucket.buffer().add_(1))
+    return done
+
+
+def _added(model: nn.Module, _: prune.Hold) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.add_(1)
+
+
+def _replaced(model: nn.Module, _: prune.Hold) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+def _dense_twice(model: nn.Module, hold: prune.Hold) -> None:
+    with hold.dense_gradients():
+        model(batches(1)[0]).square().sum().backward()
+
+
+# By what is done to gradients that are masked: to which they are masked again before the step.
+TO_GRADIENTS: dict[str, Callable[[nn.Module, prune.Hold], object]] = {
+    "nothing": lambda model, _: [p.grad.square().sum() for p in model.parameters() if p.grad is not None],
+    "clipped": lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+    "added to": _added,
+    "replaced": _replaced,
+    "dense twice": _dense_twice,
+    "pruned": lambda model, _: prune.prune_model(model, prune.sparsity(model, include=INCLUDE) + 0.1, include=INCLUDE),
+}
+
+
+def changed_on_rank(_: int, layout: str, way: str) -> int:
+    """Change gradients after the backward pass, on a device; return how many times as many a step masks them."""
+    with as_on_a_device():
+        if layout == "noisy ddp":  # what arrives is written into its buckets, of which gradients are views
+            parallel = nn.parallel.DistributedDataParallel(transformer(), gradient_as_bucket_view=True)
+            parallel.register_comm_hook(None, _noisy)
+            wrapped = Wrapped(parallel, dist.get_rank(), dist.get_world_size())
+        else:
+            wrapped = wrap(layout, transformer())
+        optimizer = torch.optim.AdamW(wrapped.model.parameters(), lr=1e-2, foreach=layout != "tp")
+        prune.prune_model(wrapped.model, 0.5, include=INCLUDE)
+        hold = hold_zeros(wrapped.model, optimizer, include=INCLUDE)
+        num_masked = 0
+        for tokens in batches(3):
+            wrapped.step(tokens)
+            TO_GRADIENTS[way](wrapped.model, hold)
+            with patch.object(held_zeros, "zero_all_where_pruned", side_effect=zero_all_where_pruned) as masked:
+                optimizer.step()
+            num_masked = len(masked.call_args_list[0].args[0])
+            assert check_moments(optimizer, wrapped.model)
+            optimizer.zero_grad(set_to_none=layout != "noisy ddp")
+    return num_masked
+
+
+@pytest.mark.parametrize(
+    ("layout", "way"),
+    [
+        *itertools.product(["plain"], TO_GRADIENTS),
+        *itertools.product(["noisy ddp", "ddp", "fsdp2", "hsdp", "tp"], ["nothing"]),
+    ],
+)
+def test_gradients_are_masked_again_where_they_were_written(pool: ProcessPool, layout: str, way: str) -> None:
+    num_masked = pool.run({"plain": 1, "hsdp": 4}.get(layout, 2), changed_on_rank, layout, way)
+    assert all(num == 0 for num in num_masked) == (way == "nothing" and "ddp" not in layout)
 
 
 def let_go_on_rank(_: int) -> bool:

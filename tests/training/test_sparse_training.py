@@ -312,7 +312,7 @@ def rounds_on_rank(_: int, num_layers: int, regrow: Regrow | None) -> list[int]:
         optimizer.step()
         optimizer.zero_grad()
         found.append((comm.traffic - before).num_rounds)
-    assert sum(held.mask.nbytes for held in training.hold._binding.held) == 64 * num_layers
+    assert sum(held.zeros.nbytes for held in training.hold._binding.held) == 64 * num_layers
     return found
 
 

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from distprune.kernels.on_device.tiles import NUM_COLUMNS, NUMEL, OUT, START, TENSOR, VALUES, add, in_tile, load, store
 
-# Columns of ``totals``, by tensor: places of the mask that changed; held; whether there were too few zeros.
+# Columns of ``totals``, by tensor: places of the mask that changed; held, where it is True; whether there were too few.
 CHANGED, HELD, TOO_FEW = (tl.constexpr(i) for i in range(3))
 
 
@@ -26,7 +26,7 @@ def count_held(segments, firsts, counts, WORD: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def read_held(segments, firsts, counts, least, totals, WORD: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """Write into the masks which weights are kept, and what changed into ``totals`` (tensors, 3).
+    """Write into the masks which weights are held, and what changed into ``totals`` (tensors, 3).
 
     Of a tensor with fewer than ``least`` zeros, of those counted, the mask stays as it is.
     """
@@ -39,11 +39,11 @@ def read_held(segments, firsts, counts, least, totals, WORD: tl.constexpr, BLOCK
         for start in range(0, numel, BLOCK):
             valid = in_tile(lanes, start, numel, BLOCK, ALIGNED)
             before = load(tl.load(segment + OUT), start, lanes, valid, tl.int8, ALIGNED) != 0
-            is_kept = load(tl.load(segment + VALUES), start, lanes, valid, WORD, ALIGNED) != 0
-            is_kept = tl.where(too_few, before, is_kept)
-            num_changed += (valid & (is_kept != before)).to(tl.int32)
-            num_held += (valid & ~is_kept).to(tl.int32)
-            store(tl.load(segment + OUT), start, lanes, is_kept.to(tl.int8), valid, tl.int8, ALIGNED)
+            is_held = load(tl.load(segment + VALUES), start, lanes, valid, WORD, ALIGNED) == 0
+            is_held = tl.where(too_few, before, is_held)
+            num_changed += (valid & (is_held != before)).to(tl.int32)
+            num_held += (valid & is_held).to(tl.int32)
+            store(tl.load(segment + OUT), start, lanes, is_held.to(tl.int8), valid, tl.int8, ALIGNED)
         add(totals + tensor * 3 + CHANGED, num_changed)
         add(totals + tensor * 3 + HELD, num_held)
         if tl.load(segment + START) == 0:
@@ -51,17 +51,17 @@ def read_held(segments, firsts, counts, least, totals, WORD: tl.constexpr, BLOCK
 
 
 @triton.jit
-def mask(segments, firsts, SIGNS: tl.constexpr, WORD: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """Write +0.0 where the mask is False; ``SIGNS``: and -0.0 where it is True and the number has become +0.0."""
+def mask(segments, firsts, WHERE: tl.constexpr, SIGNS: tl.constexpr, WORD: tl.constexpr, BLOCK: tl.constexpr,
+         ALIGNED: tl.constexpr):  # fmt: skip
+    """Write +0.0 where the mask is ``WHERE``; ``SIGNS``: and -0.0 where it is not, and the number has become +0.0."""
     program, lanes = tl.program_id(0), tl.arange(0, BLOCK)
-    NEGATIVE_ZERO: tl.constexpr = -(1 << (WORD.primitive_bitwidth - 1))
     for i in range(tl.load(firsts + program), tl.load(firsts + program + 1)):
         segment = segments + i * NUM_COLUMNS
         numel = tl.load(segment + NUMEL)
         for start in range(0, numel, BLOCK):
             valid = in_tile(lanes, start, numel, BLOCK, ALIGNED)
-            is_kept = load(tl.load(segment + OUT), start, lanes, valid, tl.int8, ALIGNED) != 0
+            goes = (load(tl.load(segment + OUT), start, lanes, valid, tl.int8, ALIGNED) != 0) == WHERE
             words = load(tl.load(segment + VALUES), start, lanes, valid, WORD, ALIGNED)
             if SIGNS:
-                words = tl.where(words == 0, NEGATIVE_ZERO, words)
-            store(tl.load(segment + VALUES), start, lanes, tl.where(is_kept, words, 0), valid, WORD, ALIGNED)
+                words = tl.where(words == 0, -(1 << (WORD.primitive_bitwidth - 1)), words)
+            store(tl.load(segment + VALUES), start, lanes, tl.where(goes, 0, words), valid, WORD, ALIGNED)
