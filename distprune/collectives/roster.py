@@ -11,7 +11,7 @@ import heapq
 import itertools
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 
@@ -76,9 +76,10 @@ class Roster:
 def roster_of_one(comm: Communicator, members: Sequence[Member], *, on_gpu: bool = False) -> Roster:
     """Return the roster where every rank is known to hold this very list; nothing is communicated."""
     _check_names(0, members)
-    num, copies = len(members), [_num_copies([member], comm.size) for member in members]
-    ranks = (tuple(range(comm.size)),)
-    return Roster(tuple(members), (0,) * num, (comm.size,) * num, tuple(copies), ranks, ((0,),) * num, on_gpu)
+    num, layouts, ranks = len(members), [member.layout for member in members], (tuple(range(comm.size)),)
+    copies = {layout: _num_copies({layout}, comm.size) for layout in {*layouts}}
+    num_copies = tuple([copies[layout] for layout in layouts])
+    return Roster(tuple(members), (0,) * num, (comm.size,) * num, num_copies, ranks, ((0,),) * num, on_gpu)
 
 
 def roster_of_all(comm: Communicator, members: Sequence[Member], *, on_gpu: bool = False) -> Roster:
@@ -117,7 +118,7 @@ def roster_of_all(comm: Communicator, members: Sequence[Member], *, on_gpu: bool
         which, of_lists = zip(*stated[name], strict=True)
         first_holder.append(lists[which[0]][0])
         num_holders.append(sum([len(lists[i]) for i in which]))
-        num_copies.append(_num_copies(of_lists, num_holders[-1]))
+        num_copies.append(_num_copies({member.layout for member in of_lists}, num_holders[-1]))
         lists_with.append(which)
     members = tuple([stated[name][0][1] for name in order])
     return Roster(members, tuple(first_holder), tuple(num_holders), tuple(num_copies), lists, tuple(lists_with), on_gpu)
@@ -143,11 +144,10 @@ def _disagreement(one: tuple[int, Member], two: tuple[int, Member]) -> ValueErro
     )
 
 
-def _num_copies(members: Sequence[Member], num_holders: int) -> int | None:
+def _num_copies(layouts: Set[Layout | None], num_holders: int) -> int | None:
     """Return how many ranks hold the same elements; ``None``: holders do not all state the same layout."""
-    layout = members[0].layout
-    same = {member.layout for member in members} == {layout}
-    if layout is None or not same or layout.num_ranks not in (None, num_holders):
+    layout = next(iter(layouts))
+    if layout is None or len(layouts) > 1 or layout.num_ranks not in (None, num_holders):
         return None
     return num_holders if layout.num_ranks is None else layout.num_copies
 

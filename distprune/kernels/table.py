@@ -52,6 +52,11 @@ class Piece:
     seeds: tuple[int, int] = (0, 0)
     owned: bool = True
 
+    def cut(self, at: slice) -> Piece:
+        """Return the piece of the elements ``at``."""
+        cut: Any = {name: given.view(-1)[at] for name, given in vars(self).items() if isinstance(given, torch.Tensor)}
+        return dataclasses.replace(self, **cut)
+
     def row(self) -> tuple[int, ...]:
         """Return the columns of a segment that is all of it."""
         given = (self.values, self.other, self.out, self.mask)
@@ -66,12 +71,9 @@ def pieces_of(geometry: Geometry, whole: Piece, begin: int = 0) -> list[Piece]:
     for at, flat, run, stride in _parts(geometry):
         low, high = max(at.start, begin), min(at.stop, begin + numel)
         if low < high:
-            place: dict[str, Any] = {"flat": flat, "run": run, "stride": stride, "start": low - at.start}
-            if high - low < numel:
-                for name in ("values", "other", "out", "mask"):
-                    tensor = getattr(whole, name)
-                    place[name] = None if tensor is None else tensor.view(-1)[low - begin : high - begin]
-            pieces.append(dataclasses.replace(whole, **place))
+            piece = whole if high - low == numel else whole.cut(slice(low - begin, high - begin))
+            piece.flat, piece.run, piece.stride, piece.start = flat, run, stride, low - at.start
+            pieces.append(piece)
     return pieces
 
 

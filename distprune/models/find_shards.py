@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from fnmatch import translate
 
 import torch
 from torch import nn
@@ -93,11 +94,10 @@ def find_shards(
         ValueError: ``include`` names what is under a parametrization that does not keep its zeros.
     """
     check_model(model)
-    include, exclude = _listed(include), _listed(exclude)
-    for module in model.modules():
+    include, exclude, bare = _listed(include), _listed(exclude), bare_model(model)
+    for module in bare.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    bare = bare_model(model)
     parameters = list_parameters(bare)
     roots, has_blocks = [bare], False
     if not include:
@@ -111,11 +111,11 @@ def find_shards(
             inside = why_no_weights([pattern], parameters, is_named=True)
             matches.append({held for held, reason in inside.items() if not reason})
         else:
-            matched = (held for held, names in parameters.places.items() if any(fnmatchcase(a, pattern) for a in names))
-            matches.append({*matched})
+            fits = re.compile(translate(pattern)).match
+            matches.append({held for held, names in parameters.places.items() if any(map(fits, names))})
     wanted = {held for held, reason in reasons.items() if not reason}.union(*matches[: len(include)])
     wanted = wanted.difference(*matches[len(include) :])
-    computed, shards = parametrized(bare), []
+    computed, shards = parametrized(parameters.by_module), []
     for held, places in parameters.places.items():
         if held not in wanted:
             continue
@@ -128,7 +128,7 @@ def find_shards(
             continue
         if (module, attribute) in computed:
             check_keeps_zeros(computed[module, attribute], name, tuple(held.shape), shard.local.dtype)
-        shards.append(shard.having(is_tied=len({*places.values()}) > 1))
+        shards.append(shard if len(places) == 1 else shard.having(is_tied=len({*places.values()}) > 1))
     return Found(
         shards,
         [(pattern, len(matched)) for pattern, matched in zip((*include, *exclude), matches, strict=True)],

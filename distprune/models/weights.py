@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,7 +81,7 @@ def why_no_weights(
     reasons: dict[Held, str] = {}
     for root in roots:
         routers = find_routers(root, parameters.by_module, only_named=not is_block)[0]
-        computed = {} if is_named else parametrized(root)
+        computed = {} if is_named else parametrized(root.modules())
         for path, module in root.named_modules():
             for name, held in parameters.by_module.get(module, {}).items():
                 if len(held.shape) < 2:
@@ -117,10 +117,10 @@ def _reason(module: nn.Module, name: str, by_module: ByModule) -> str:
     return "kept beside layers, no weight by its name" if holds_layers else ""
 
 
-def parametrized(model: nn.Module) -> dict[Key, nn.Module | WeightNorm | SpectralNorm]:
+def parametrized(modules: Iterable[nn.Module]) -> dict[Key, nn.Module | WeightNorm | SpectralNorm]:
     """Return by what the weights are computed of which these are parameters: the module or hook. Local."""
     computed: dict[Key, nn.Module | WeightNorm | SpectralNorm] = {}
-    for module in model.modules():
+    for module in modules:
         if isinstance(module, ParametrizationList):
             inside = [(layer, name) for layer in module.modules() for name in layer._parameters]
             computed.update(dict.fromkeys(inside, module))

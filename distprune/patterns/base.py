@@ -112,12 +112,12 @@ class Ranked:
             TypeError: their scores have no common order.
         """
         kinds = set()
-        for member in (self.roster.members[i] for i in members):
-            dtype = getattr(torch, member.dtype.removeprefix("torch."))
+        for name, first in {self.roster.members[i].dtype: i for i in reversed(members)}.items():
+            dtype = getattr(torch, name.removeprefix("torch."))
             if self.score.ordered_by == "magnitude" and not (dtype.is_floating_point or dtype.is_complex):
                 raise TypeError(
-                    f"{member.name!r} holds {member.dtype} values, which have no magnitude to prune by: prune a model "
-                    "before it is quantized, or leave it out with exclude"
+                    f"{self.roster.members[first].name!r} holds {name} values, which have no magnitude to prune by: "
+                    "prune a model before it is quantized, or leave it out with exclude"
                 )
             kinds.add((self.score.ordered_by, self.score.dtype(dtype)))
         return common_order(kinds, zeros_gone=self.score.zero_where_weights_are and not self.of_left)

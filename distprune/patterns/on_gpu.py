@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -25,17 +25,21 @@ _MOST = (1 << 31) - 1
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def keys_of_weights(ranked: Ranked, scores: Sequence[LocalScores], orders: Iterable[Order]) -> Keys | None:
+def keys_of_weights(ranked: Ranked, scores: Sequence[LocalScores], orders: Sequence[Order]) -> Keys | None:
     """Return how kernels make keys of all of ``scores``, which are on one GPU; ``None``: they do not. Local."""
-    name, own_orders = ranked.score.kernel, [*orders]
-    marks = {_mark(each) for each in scores}
+    name, marks, weights = ranked.score.kernel, {*map(_mark, scores)}, [each.shard.local for each in scores]
     mark = marks.pop() if len(marks) == 1 else None
-    if name is None or mark is None or not all(map(_is_plain, scores)):
+    if name is None or mark is None:
         return None
-    dtypes = [each.shard.local.dtype for each in scores]
-    wide = name == "magnitude" and any(d is not o.value_dtype for d, o in zip(dtypes, own_orders, strict=True))
+    wide = name == "magnitude" and any(w.dtype is not o.value_dtype for w, o in zip(weights, orders, strict=True))
     gone = 0 if name == "magnitude" and mark == "zeros" else -1
-    return Keys(name, gone, own_orders[0].last, mark, wide, checks_weights=not ranked.of_left)
+    keys = Keys(name, gone, orders[0].last, mark, wide, checks_weights=not ranked.of_left)
+    gradients, masks = (
+        [tensor for tensor in given if tensor is not None]
+        for given in zip(*[_given(each, keys) for each in scores], strict=True)
+    )
+    are_floats = all(tensor.dtype in _FLOATS for tensor in (*weights, *gradients))
+    return keys if are_floats and all(tensor.is_contiguous() for tensor in (*weights, *gradients, *masks)) else None
 
 
 def _mark(scores: LocalScores) -> Mark | None:
@@ -47,23 +51,16 @@ def _mark(scores: LocalScores) -> Mark | None:
     return "zeros" if scores.gone is scores.shard.local else "masked" if scores.gone.dtype is torch.bool else None
 
 
-def _given(scores: LocalScores) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _given(scores: LocalScores, keys: Keys) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the gradient, and the mask of what was pruned before, or was not."""
-    mask = {"left": scores.evidence.get("left"), "masked": scores.gone}.get(_mark(scores) or "")
-    return scores.evidence["gradient"] if scores.score.kernel in ("gradient", "taylor") else None, mask
+    mask = scores.evidence["left"] if keys.marked == "left" else scores.gone if keys.marked == "masked" else None
+    return scores.evidence["gradient"] if keys.score in ("gradient", "taylor") else None, mask
 
 
-def _is_plain(scores: LocalScores) -> bool:
-    gradient, mask = _given(scores)
-    numbers = [scores.shard.local, *([] if gradient is None else [gradient])]
-    is_contiguous = all(tensor.is_contiguous() for tensor in (*numbers, *([] if mask is None else [mask])))
-    return is_contiguous and all(tensor.dtype in _FLOATS for tensor in numbers)
-
-
-def pieces(scores: LocalScores, tensor: int, out: torch.Tensor | None, **place: Any) -> list[Piece]:
+def pieces(scores: LocalScores, keys: Keys, tensor: int, out: torch.Tensor | None, **place: Any) -> list[Piece]:
     """Return the pieces of one shard: row ``tensor`` of the totals; ``place``: where in its competition."""
-    shard, (gradient, mask) = scores.shard, _given(scores)
-    seeds = scores.score.seeds(shard.name) if scores.score.kernel == "random" else (0, 0)
+    shard, (gradient, mask) = scores.shard, _given(scores, keys)
+    seeds = scores.score.seeds(shard.name) if keys.score == "random" else (0, 0)
     whole = Piece(shard.local, tensor, other=gradient, out=out, mask=mask, seeds=seeds, owned=shard.owned, **place)
     return pieces_of(shard.geometry, whole)
 
@@ -78,7 +75,7 @@ def units_on_gpu(
     totals = torch.zeros((len(scores), 3), dtype=torch.int64, device=scores[0].device)
     members: dict[Units, list[Piece]] = {}
     for i, (each, unit, out) in enumerate(zip(scores, units, outs, strict=True)):
-        members.setdefault(unit, []).extend(pieces(each, i, out))
+        members.setdefault(unit, []).extend(pieces(each, keys, i, out))
     return [Within(parts, unit, keys, totals) for unit, parts in members.items()], totals
 
 
@@ -131,7 +128,8 @@ class ElementsOnGpu:
         found: list[Piece] = []
         for i, each in enumerate(scores):
             competition, first = self._competing.place(each)
-            found += pieces(each, i, None if outs is None else outs[i], competition=competition, zeroth=first)
+            out = None if outs is None else outs[i]
+            found += pieces(each, self._keys, i, out, competition=competition, zeroth=first)
         return found
 
     def _chunks(self, scores: Sequence[LocalScores], outs: Sequence[torch.Tensor] | None) -> Iterator[Table]:
@@ -166,7 +164,7 @@ class ElementsOnGpu:
         """Return the counts of what was written last, and note the thresholds. Local, one wait."""
         totals, states = fetched([self._totals, self._lowest.states])
         thresholds: list[float | int | None] = []
-        for competition, (_, _, key, *_) in zip(self._competitions, states.tolist(), strict=True):
+        for competition, key in zip(self._competitions, states[:, 2].tolist(), strict=True):
             is_new = competition.num_lowest > 0 and key != self._keys.gone
             thresholds.append(competition.order.values([key])[0] if is_new else None)
         self.thresholds[:] = self._competing.by_member(thresholds)

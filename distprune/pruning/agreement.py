@@ -67,11 +67,12 @@ class Agreed:
 
     def shards(self) -> list[LocalShard]:
         """Return this rank's shards, with their owners settled. No communication."""
-        place, comm, roster = self.roster.index(), self.comm, self.roster
-        own_rank, shards = comm.global_rank(comm.rank), []
+        place, roster = self.roster.index(), self.roster
+        global_rank = {rank: self.comm.global_rank(rank) for rank in {self.comm.rank, *roster.first_holder}}
+        own_rank, shards = global_rank[self.comm.rank], []
         for shard in self.found.shards:
             i = place[shard.name]
-            shards.append(shard.owned_by(own_rank, comm.global_rank(roster.first_holder[i]), roster.num_holders[i]))
+            shards.append(shard.owned_by(own_rank, global_rank[roster.first_holder[i]], roster.num_holders[i]))
         return shards
 
 

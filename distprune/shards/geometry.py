@@ -124,20 +124,17 @@ class Geometry:
         shape = tuple(global_shape)
         if not shape or not 0 <= start <= stop <= shape[0]:
             raise ValueError(f"rows {start} to {stop} are not a range of the rows of shape {shape}")
-        whole = Geometry.whole(shape)
-        return Geometry(shape, (((start, stop),) if start < stop else (), *whole.dim_runs[1:]))
+        return Geometry(shape, (((start, stop),) if start < stop else (), *Geometry.whole(shape).dim_runs[1:]))
 
     @staticmethod
     def whole(global_shape: Sequence[int]) -> Geometry:
         """Return the geometry of a rank that holds everything."""
-        shape = tuple(global_shape)
-        return Geometry(shape, tuple(((0, size),) if size else () for size in shape))
+        return _whole(tuple(global_shape))
 
     @staticmethod
     def nothing(global_shape: Sequence[int]) -> Geometry:
         """Return the geometry of a rank that holds no element."""
-        shape = tuple(global_shape)
-        return Geometry(shape, ((),) * max(len(shape), 1))
+        return Geometry(tuple(global_shape), ((),) * max(len(global_shape), 1))
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
@@ -226,6 +223,12 @@ class Geometry:
             if not any(start <= index < stop for start, stop in runs):
                 break
         return num
+
+
+@lru_cache(maxsize=1 << 12)
+def _whole(shape: tuple[int, ...]) -> Geometry:
+    """Return the geometry that all whole parameters of a shape share."""
+    return Geometry(shape, tuple(((0, size),) if size else () for size in shape))
 
 
 def _global_index(runs: Runs, local: torch.Tensor) -> torch.Tensor:
