@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from distprune.calibration.text import draw_windows, draw_windows_of_text, is_drawn_by_place, open_text, tokens_of
 
-_TOKENS, _FEATURES = (1, 8192), 1 << 21  # that run together on the CPU: least and most; of their hidden states
-_DEVICE_TOKENS, _DEVICE_FEATURES = (8192, 65536), 1 << 25
-_LOGITS, _DEVICE_LOGITS = 1 << 28, 1 << 31  # in memory
+# That run together: the least and the most tokens, how many features their hidden states have, and logits in memory.
+_ON_HOST, _ON_DEVICE = (1, 8192, 1 << 21, 1 << 28), (8192, 65536, 1 << 25, 1 << 31)
 
 
 def calibration_windows(
@@ -87,12 +86,11 @@ def tokens_together(model: nn.Module, batch_tokens: int | None, num_copies: int 
         TypeError, ValueError: ``batch_tokens`` is no number of tokens.
     """
     if batch_tokens is None:
-        config, is_there = getattr(model, "config", None), device_of(model).type != "cpu"
+        config = getattr(model, "config", None)
         width, vocabulary = (getattr(config, name, None) or 1 for name in ("hidden_size", "vocab_size"))
-        (least, most), num_features = (_DEVICE_TOKENS, _DEVICE_FEATURES) if is_there else (_TOKENS, _FEATURES)
-        num_logits = (_DEVICE_LOGITS if is_there else _LOGITS) // max(num_copies, 1)
-        fitting = num_logits // vocabulary if num_copies else most
-        return max(1, min(max(least, num_features // width), most, fitting))
+        least, most, features, logits = _ON_HOST if device_of(model).type == "cpu" else _ON_DEVICE
+        fitting = logits // (vocabulary * num_copies) if num_copies else most
+        return max(1, min(max(least, features // width), most, fitting))
     if isinstance(batch_tokens, bool) or not isinstance(batch_tokens, int):
         raise TypeError(f"batch_tokens must be a number of tokens, not {batch_tokens!r}")
     if batch_tokens < 1:

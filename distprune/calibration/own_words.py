@@ -30,7 +30,7 @@ from distprune.shards.fsdp2_forward import kept_gathered, reset_forward, take_ro
 from distprune.shards.in_step import in_step
 from distprune.shards.layouts import find_flat_parts
 
-CACHE_MEMORY = 4 << 30  # bytes of keys and values at a time, on one rank
+_CACHE_MEMORY = 4 << 30  # bytes of keys and values at a time, on one rank
 TOP_K = 1000
 SELF = "self"  # samples that the model writes
 _NUM_WINDOWS, _LENGTH = 128, 2048  # of those
@@ -75,7 +75,7 @@ def own_words(
     top_k: int = TOP_K,
     seed: int = 0,
     group: Group = None,
-    cache_memory: int = CACHE_MEMORY,
+    cache_memory: int | None = None,
     progress: Progress = None,
 ) -> torch.Tensor:
     """Return windows that ``model`` has written, (samples, sequence_length) int64, on the CPU.
@@ -98,9 +98,10 @@ def own_words(
             other window begins with random tokens.
         temperature, top_k: tokens are drawn from the ``top_k`` likeliest by the softmax of logits / temperature.
         seed: of the draws, which differ from rank to rank: other numbers of ranks write other texts.
-        cache_memory: bytes of keys and values, and logits, on one rank: as many texts are written at a time. Weights
-            that FSDP2 has sharded are gathered once if they all fit into as many bytes more; else block by block, for
-            one token of all texts at a time.
+        cache_memory: bytes of keys and values, and logits, on one rank: as many texts are written at a time. By default
+            4 GiB, or for one rank an eighth of its GPU's memory, if that is more. Weights that FSDP2 has sharded are
+            gathered once if they all fit into as many bytes more; else block by block, for one token of all texts at a
+            time.
         progress: called with (tokens written on all ranks, all tokens to write).
 
     Texts are dealt out to the sample groups. Every rank of ``group`` must call it, with equal arguments. Rounds
@@ -120,6 +121,11 @@ def own_words(
     with together(comm):
         check_model(model)
         numbers = {"samples": samples, "sequence_length": sequence_length, "top_k": top_k, "seed": seed}
+        device = device_of(bare)
+        if cache_memory is None:
+            is_alone = comm.size == 1 and device.type == "cuda"
+            memory = torch.cuda.get_device_properties(device).total_memory if is_alone else 0
+            cache_memory = max(_CACHE_MEMORY, memory // 8)
         numbers["cache_memory"] = cache_memory
         _check(bare, numbers, temperature, prompts)
         check_runs_on_tokens(bare)
@@ -130,7 +136,6 @@ def own_words(
         digests = [token_digest(texts.prompts) for texts in all_texts]
         facts = {"asked": [numbers, temperature], "prompts": digests, "progress": progress is not None}
         windows = torch.zeros(samples, sequence_length, dtype=torch.int64, device="cpu")
-        device = device_of(bare)
         is_gathered = num_bytes(bare) <= cache_memory
         num_done, total = 0, sum(len(texts.prompts) * texts.num_steps for texts in all_texts)
     agree(comm, facts)

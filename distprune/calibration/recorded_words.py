@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +59,10 @@ def write_recorded(
         texts.index_copy_(1, place, draw(logits))
         place.add_(1)
 
-    with _sharing_keys():
+    with ExitStack() as stack:
+        functions: Any = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+        stack.callback(functions.__setitem__, "sdpa", functions["sdpa"])
+        functions["sdpa"] = partial(_attention, functions["sdpa"])
         try:
             cache = caches.StaticCache(config=model.config, max_cache_len=-(-length // _ALIGNED) * _ALIGNED)
             if {*map(type, cache.layers)} != {caches.StaticLayer}:  # others count tokens on the host
@@ -97,23 +101,12 @@ def recorded(step: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-@contextmanager
-def _sharing_keys() -> Iterator[None]:
-    """Have the attention of one token read keys and values that heads share as they lie, without a copy for each."""
-    functions: Any = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
-    plain = functions["sdpa"]
-
-    def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
-        num, heads, length, width = query.shape
-        is_shared = length == 1 and heads > key.shape[1] and mask is not None and mask.shape[1] == 1
-        if not is_shared or kwargs.get("position_bias") is not None:
-            return plain(module, query, key, value, mask, **kwargs)
-        by_key = query.reshape(num, key.shape[1], -1, width)
-        out = nn.functional.scaled_dot_product_attention(by_key, key, value, mask, scale=kwargs.get("scaling"))
-        return out.reshape(num, 1, heads, -1), None
-
-    functions["sdpa"] = attention
-    try:
-        yield
-    finally:
-        functions["sdpa"] = plain
+def _attention(plain: Any, module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+    """As ``plain``, transformers' attention; keys that heads share are read as they lie, without a copy for each."""
+    num, heads, length, width = query.shape
+    is_shared = length == 1 and heads > key.shape[1] and mask is not None and mask.shape[1] == 1
+    if not is_shared or kwargs.get("position_bias") is not None:
+        return plain(module, query, key, value, mask, **kwargs)
+    by_key = query.reshape(num, key.shape[1], -1, width)
+    out = nn.functional.scaled_dot_product_attention(by_key, key, value, mask, scale=kwargs.get("scaling"))
+    return out.reshape(num, 1, heads, -1), None

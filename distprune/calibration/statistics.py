@@ -286,9 +286,12 @@ class InputStatistics:
 
 def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Return x^T y of (tokens, n) and (tokens, m), float32, in which products of 16-bit numbers are exact. Local."""
-    is_exact = x.dtype == y.dtype and x.dtype in (torch.bfloat16, torch.float16)
-    if is_exact and x.is_cuda and len(x) and _HAS_OUT_DTYPE:
-        return torch.mm(x.t(), y, out_dtype=torch.float32)
+    if x.is_cuda and len(x) and _HAS_OUT_DTYPE:
+        if x.dtype == y.dtype and x.dtype in (torch.bfloat16, torch.float16):
+            return torch.mm(x.t(), y, out_dtype=torch.float32)
+        if (x.dtype, y.dtype) == (torch.bfloat16, torch.float32):  # what differs of such numbers has two such parts
+            high = y.bfloat16()
+            return product(x, high).add_(product(x, (y - high).bfloat16()))
     return x.float().t() @ y.float()
 
 

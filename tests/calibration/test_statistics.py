@@ -18,7 +18,7 @@ from typing_extensions import override
 from distprune.calibration.catch_inputs import catch_inputs
 from distprune.calibration.moments import Moments, Needs
 from distprune.calibration.sample_group import SampleGroup
-from distprune.calibration.statistics import InputStatistics
+from distprune.calibration.statistics import InputStatistics, product
 from distprune.calibration.walk import Batch, Call, Walk, spread
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Alone, communicator
@@ -190,6 +190,16 @@ def test_features_of_16_bits_on_a_device() -> None:
     for one, other in zip(chain(*found), chain(*wanted), strict=True):
         for name in ("squares", "mean", "mean_sizes"):
             torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("of_change", [False, True])
+def test_products_on_a_gpu(dtype: torch.dtype, of_change: bool) -> None:
+    x, y, z = (torch.randn(3000, num, device="cuda").to(dtype) for num in (96, 80, 80))
+    other = y.float() - z if of_change else y
+    wanted = x.double().t() @ other.double()
+    torch.testing.assert_close(product(x, other).double(), wanted, rtol=1e-5, atol=2e-3)
 
 
 @pytest.mark.parametrize("num_tokens", [300, 0])
