@@ -40,11 +40,9 @@ def take_census(
     def count(words: torch.Tensor) -> None:
         if counts_gone:
             gone = {member: scores.gone for member, scores in ranked.owned.items() if scores.gone is not None}
-            for member, num in zip(gone, count_zeros([*gone.values()]), strict=True):
-                words[member, 0] = num
+            words.numpy()[[*gone], 0] = count_zeros([*gone.values()])
         if num_cut is not None:
-            for member, scores in ranked.local.items():
-                words[member, -1] = num_cut(scores)
+            words.numpy()[[*ranked.local], -1] = [*map(num_cut, ranked.local.values())]
 
     none, num_counts = [0] * len(ranked.numels), counts_gone + (num_cut is not None)
     if not num_counts and {1}.issuperset(ranked.roster.num_copies):
@@ -88,7 +86,7 @@ def check_parts(
                 raise no_values(shard.name)
             if shard.owned and index[shard.name] in counted:
                 fingerprints[counted[index[shard.name]]] = shard.geometry.fingerprint()
-        tensors = [[shard.local] for shard in local] if reads is None else reads()
+        tensors = [[shard.local] for shard in local] if reads is None or not copied else reads()
         copies = [both for both in zip(local, tensors, strict=True) if both[0].num_replicas != 1]
         numbers = fetched([checksum(of_shard) for _, of_shard in copies])
         for (shard, _), number in zip(copies, numbers, strict=True):

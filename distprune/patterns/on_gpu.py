@@ -16,7 +16,7 @@ from distprune.patterns.base import Ranked
 from distprune.patterns.census import Competing
 from distprune.scores.base import LocalScores
 from distprune.selection.order import Order
-from distprune.selection.radix import Competition
+from distprune.selection.radix import Competition, last_scores
 from distprune.shards.device import fetched
 
 _BLOCK = Tuning().block
@@ -163,9 +163,7 @@ class ElementsOnGpu:
     def counts(self) -> torch.Tensor:
         """Return the counts of what was written last, and note the thresholds. Local, one wait."""
         totals, states = fetched([self._totals, self._lowest.states])
-        thresholds: list[float | int | None] = []
-        for competition, key in zip(self._competitions, states[:, 2].tolist(), strict=True):
-            is_new = competition.num_lowest > 0 and key != self._keys.gone
-            thresholds.append(competition.order.values([key])[0] if is_new else None)
-        self.thresholds[:] = self._competing.by_member(thresholds)
+        orders, keys = [competition.order for competition in self._competitions], states[:, 2].tolist()
+        are_new = [num > 0 and key != self._keys.gone for num, key in zip(states[:, 0].tolist(), keys, strict=True)]
+        self.thresholds[:] = self._competing.by_member(last_scores(orders, keys, are_new))
         return totals

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from distprune.collectives.agree import sum_together
@@ -132,7 +131,7 @@ def select_lowest(
     signed = [order.gone + (int(key) if new else 0) for order, key, new in zip(orders, keys, is_new, strict=True)]
     facts = zip(orders, signed, last.tolist(), elements.have_gone.tolist(), strict=True)
     last_pruned = [LastPruned(*fact) for fact in facts]
-    return Selection(_thresholds(last_pruned, is_new), last_pruned)
+    return Selection(last_scores(orders, signed, is_new), last_pruned)
 
 
 def _narrowed(
@@ -168,15 +167,16 @@ def _digits(num_bits: int, num: int) -> Iterator[tuple[int, int]]:
         yield low, high - low
 
 
-def _thresholds(last: Sequence[LastPruned], is_new: npt.NDArray[np.bool_]) -> list[float | int | None]:
+def last_scores(orders: Sequence[Order], keys: Sequence[int], are_new: Iterable[Any]) -> list[float | int | None]:
+    """Return the scores of the ``keys`` that are new, each of its order; ``None`` for the others. Local."""
     by_order: dict[Order, list[int]] = {}
-    for place in np.flatnonzero(is_new).tolist():
-        by_order.setdefault(last[place].order, []).append(place)
-    thresholds: list[float | int | None] = [None] * len(last)
+    for place in itertools.compress(range(len(keys)), are_new):
+        by_order.setdefault(orders[place], []).append(place)
+    scores: list[float | int | None] = [None] * len(keys)
     for order, places in by_order.items():
-        for place, value in zip(places, order.values([last[i].key for i in places]), strict=True):
-            thresholds[place] = value
-    return thresholds
+        for place, score in zip(places, order.values([keys[i] for i in places]), strict=True):
+            scores[place] = score
+    return scores
 
 
 class _LocalElements:
