@@ -105,7 +105,7 @@ class _Descent:
         self._v, self._next = before, torch.empty_like(before)
         zeros = weight == 0
         self._zeros = zeros if not on_host(zeros.device) or bool(zeros.any()) else None  # what was pruned before
-        self._dropped = torch.zeros_like(before)  # 1 or 0
+        self._dropped = torch.empty_like(before)  # 1 or 0, from the first step on
 
     def sizes(self) -> torch.Tensor:
         """Return |V|, 0 where the weight was 0."""
@@ -118,10 +118,9 @@ class _Descent:
             torch.logical_not(keep, out=self._dropped)
             if self._zeros is not None:
                 self._dropped.masked_fill_(self._zeros, 1)
-        dropped = torch.mul(self._v, self._dropped, out=self._next)
-        target = self._v.sub_(dropped, alpha=2)  # V where it stays, -V where it goes
-        fitted = dropped.add_(self._aim).addmm_(target, self._inverse, alpha=PENALTY)
-        self._v, self._next = fitted, self._v
+        beside = torch.addcmul(self._aim, self._v, self._dropped, out=self._next)
+        target = self._v.addcmul_(self._v, self._dropped, value=-2)  # V where it stays, -V where it goes
+        self._v, self._next = beside.addmm_(target, self._inverse, alpha=PENALTY), self._v
 
     def finish(self) -> torch.Tensor:
         """Take the last steps, write the new weights, and return what the mask keeps."""

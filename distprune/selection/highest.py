@@ -164,16 +164,16 @@ def _by_rows(
     # A stable sort on a device takes some 30 bytes of temporaries for each element.
     is_here, is_float = on_host(scores.device), scores.is_floating_point()
     num_rows = max(1, chunk_size(scores.device) // (1 if is_here else 2) // max(1, scores.shape[1]))
-    num_nans = torch.zeros((), dtype=torch.int64, device=scores.device) if is_float else None
+    num_nans: list[torch.Tensor] = []
     for start in range(0, len(scores), num_rows):
         at = slice(start, start + num_rows)
         rows = scores[at].detach()
         # On the host a sum, which is cheap, says whether NaN is to be looked for.
-        if num_nans is not None and not (is_here and math.isfinite(rows.sum())):
-            num_nans += rows.isnan().sum()
+        if is_float and not (is_here and math.isfinite(rows.sum())):
+            num_nans.append(rows.isnan().sum())
         if is_here and rows.dtype in (torch.bfloat16, torch.float16):
             rows = rows.float()  # exact
         choose(rows.contiguous(), keep[at], at)
-    if num_nans is not None and (num := int(fetched([num_nans])[0])):
+    if num_nans and (num := int(sum(fetched(num_nans)))):
         raise ValueError(f"{num} scores are NaN; NaN has no place in the order, mend the values first")
     return keep
