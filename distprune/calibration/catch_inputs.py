@@ -45,13 +45,15 @@ def walking(
     offload: bool = False,
     has_dense: bool = False,
     batch_tokens: int | None = None,
+    num_copies: int = 0,
     num_together: int | None = None,
 ) -> Iterator[Walk]:
     """Yield the walk of ``samples`` (num_samples, length) through ``model``, which is in evaluation mode meanwhile.
 
-    ``has_dense``: the walk has a dense stream; ``batch_tokens`` run together, see ``tokens_together``;
-    ``num_together`` consecutive samples of all make one of the walk's steps, if there are to be any. Every rank must
-    call it. Rounds: those of :func:`find_sample_group` and :func:`catch_inputs`, and one of 64 bytes at the end.
+    ``has_dense``: the walk has a dense stream; ``batch_tokens`` run together, with ``num_copies`` of their logits, see
+    ``tokens_together``; ``num_together`` consecutive samples of all make one of the walk's steps, if there are to be
+    any. Every rank must call it. Rounds: those of :func:`find_sample_group` and :func:`catch_inputs`, and one of 64
+    bytes at the end.
 
     Raises:
         NotImplementedError: on every rank: tensor parallelism cuts hidden states between blocks.
@@ -62,7 +64,7 @@ def walking(
         with guarding(comm) as ranks:
             stack.enter_context(evaluating(model))
             device = device_of(model)
-            batches = spread(samples, sample_group, tokens_together(model, batch_tokens), device)
+            batches = spread(samples, sample_group, tokens_together(model, batch_tokens, num_copies), device)
             steps = [] if num_together is None else in_steps(samples, sample_group, num_together, device)
             with sample_group.passing():
                 walk = catch_inputs(model, batches, steps=steps, offload=offload, comm=ranks)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from distprune.calibration.text import draw_windows, draw_windows_of_text, is_drawn_by_place, open_text, tokens_of
 
 # That run together: the least and the most tokens, how many features their hidden states have, and logits in memory.
-_ON_HOST, _ON_DEVICE = (1, 8192, 1 << 21, 1 << 28), (8192, 65536, 1 << 25, 1 << 31)
+_ON_HOST, _ON_DEVICE = (1, 8192, 1 << 21, 1 << 28), (8192, 65536, 1 << 25, 1 << 30)
 
 
 def calibration_windows(

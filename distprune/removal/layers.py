@@ -101,7 +101,7 @@ def order_layers(
             progress(len(order) + 1, num_gone)
 
     # Each sample without its last token, after which none is predicted.
-    with walking(comm, model, tried[:, :-1], offload=offload, batch_tokens=batch_tokens) as walk:
+    with walking(comm, model, tried[:, :-1], offload=offload, batch_tokens=batch_tokens, num_copies=1) as walk:
         while len(order) < num_gone:
             left = [index for index in range(num_layers) if index not in order]
             losses = losses_without(comm, walk, tried[:, 1:], left, on_walk)

@@ -323,7 +323,7 @@ def test_how_many_tokens_run_together() -> None:
         there.config.hidden_size = width  # type: ignore[union-attr]
         assert tokens_together(there, None) == num
     there.config.vocab_size = 1 << 17  # type: ignore[union-attr]
-    assert [tokens_together(there, None, num) for num in (1, 4)] == [8192, 4096]
+    assert [tokens_together(there, None, num) for num in (1, 4)] == [8192, 2048]
     for bad, error in ((0, ValueError), (True, TypeError), (2.0, TypeError)):
         with pytest.raises(error, match="batch_tokens"):
             tokens_together(model, bad)  # type: ignore[arg-type]
