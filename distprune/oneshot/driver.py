@@ -27,7 +27,7 @@ from distprune.collectives.tensors import broadcast_tensor
 from distprune.oneshot.report import LayerReport
 from distprune.oneshot.retarget import Aim, retarget, way_to_target
 from distprune.oneshot.rows import Rows
-from distprune.oneshot.solver import COMPUTED, Solved, Solver, as_keys
+from distprune.oneshot.solver import COMPUTED, Computed, Solved, Solver, as_keys
 from distprune.patterns.base import Pattern, Ranked
 from distprune.scores.base import Score, local_scores
 from distprune.shards.device import are_finite, fetched, own_settings
@@ -195,11 +195,11 @@ class _Input:
         self, values: Mapping[str, torch.Tensor], pattern: Pattern, score: Score = COMPUTED
     ) -> dict[str, torch.Tensor]:
         """As :class:`Choose`."""
-        if pattern.is_by_row and score is COMPUTED:
+        of_weights = not isinstance(score, Computed)
+        if pattern.is_by_row and not of_weights:
             return {name: pattern.of(self.rows[name].name).keep(as_keys(scores)) for name, scores in values.items()}
         shards = [self.rows[name].shard(local) for name, local in values.items()]
         members = [Member(shard.name, shard.geometry.global_shape, str(shard.local.dtype)) for shard in shards]
-        of_weights = score is not COMPUTED
         norms = self.moments.norms
         evidence = {shard.name: {"input_norm": norms.expand_as(shard.local)} for shard in shards if of_weights}
         scores = partial(local_scores, score, shards, evidence, zeros_are_gone=of_weights)

@@ -172,15 +172,6 @@ class Meter:
         return {"seconds": seconds, **traffic, "peak_memory": peak_memory(self.comm)}
 
 
-def peak_memory(comm: Communicator, of_rank: Callable[[], int] | None = None) -> tuple[int, ...]:
-    """Return ``of_rank()`` of each rank: by default the highest resident size of its process so far, in bytes.
-
-    Every rank must call it: one round of 8 bytes a rank.
-    """
-    measure = of_rank or _resident_peak
-    return tuple(sum_together(comm, (comm.size,), lambda of: of[comm.rank].fill_(measure())).tolist())
-
-
 def _resident_peak() -> int:
     try:
         import resource
@@ -188,3 +179,11 @@ def _resident_peak() -> int:
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def peak_memory(comm: Communicator, of_rank: Callable[[], int] = _resident_peak) -> tuple[int, ...]:
+    """Return ``of_rank()`` of each rank: by default the highest resident size of its process so far, in bytes.
+
+    Every rank must call it: one round of 8 bytes a rank.
+    """
+    return tuple(sum_together(comm, (comm.size,), lambda of: of[comm.rank].fill_(of_rank())).tolist())

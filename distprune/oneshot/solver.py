@@ -36,14 +36,20 @@ class Solved:
 
 
 class Computed(Score):
-    """What a solver computes itself, and hands over in the place of weights."""
+    """What a solver computes itself, and hands over in the place of weights: it is its own score."""
 
     @override
     def values(self, elements: Elements) -> torch.Tensor:
         return elements.weight
 
 
-COMPUTED = Computed()
+class ComputedSizes(Computed):
+    """Of what a solver computes nothing is negative: that is quicker to choose from."""
+
+    ordered_by, is_weight, kernel = "magnitude", True, "magnitude"
+
+
+COMPUTED, SIZES = Computed(), ComputedSizes()
 
 
 class Choose(Protocol):
@@ -54,7 +60,8 @@ class Choose(Protocol):
     ) -> dict[str, torch.Tensor]:
         """Return what stays of ``values``, by layer (rows, columns), bool.
 
-        They are scores, higher = keep; or weights, of which ``score`` makes scores: then zeros go first.
+        They are scores, higher = keep, with ``SIZES`` none negative; or weights, of which ``score`` makes scores: then
+        zeros go first.
         """
 
 

@@ -21,7 +21,7 @@ from distprune.kernels.sweep import sweep
 from distprune.masks.in_place import zero_where_pruned
 from distprune.oneshot.damping import damped_factor
 from distprune.oneshot.rows import Rows
-from distprune.oneshot.solver import Choose, Solved, Solver, as_keys
+from distprune.oneshot.solver import SIZES, Choose, Solved, Solver, as_keys
 from distprune.patterns.base import Pattern
 from distprune.patterns.n_by_m import NByM
 from distprune.shards.device import on_host
@@ -91,7 +91,7 @@ class SparseGPT(Solver):
                 swept.by_row(start, stop, pattern)
                 continue
             sizes = {name: swept.sizes(start, stop, part) for name, part in swept.part.items()}
-            stays = torch.cat([*choose(sizes, pattern.part(start, stop)).values()])
+            stays = torch.cat([*choose(sizes, pattern.part(start, stop), SIZES).values()])
             swept.run(start, stop, stop - start, lambda *_, stays=stays: stays)
         return {name: Solved(mask, moments.prepared["damping"]) for name, mask in swept.finish().items()}
 
@@ -127,8 +127,7 @@ class _Sweep:
             parts = [(parts[0][0], slice(None))]
 
         def keep(start: int, stop: int) -> torch.Tensor:
-            some = [by_row.part(start, stop).keep(as_keys(self.sizes(start, stop, part))) for by_row, part in parts]
-            return torch.cat(some)
+            return torch.cat([one.part(start, stop).keep(as_keys(self.sizes(start, stop, at))) for one, at in parts])
 
         self.run(start, stop, pattern.width if pattern.width > 1 else stop - start, keep)
 
@@ -142,7 +141,7 @@ class _Sweep:
             return
         if self._on_gpu:
             for first in range(start, stop, group):
-                at = slice(first, min(first + group, stop))
+                at = slice(first, first + group)
                 self.stays[at] = keep(at.start, at.stop).t()
                 sweep(self.weight.t(), self.stays.t(), upper, at)
             return
