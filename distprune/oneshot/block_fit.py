@@ -268,8 +268,7 @@ class _Fit:
         with own_settings():
             self._largest.append(torch.linalg.vector_norm(self.flat, torch.inf))
             for i, (shard, value, kept) in enumerate(zip(self._shards, self._values, self._kept, strict=True)):
-                gradient = cut(self._gradients[i], shard.geometry).to(value.dtype)
-                value.grad = (gradient * kept).contiguous()
+                value.grad = cut(self._gradients[i], shard.geometry).mul_(kept).to(value.dtype).contiguous()
                 self._adam.param_groups[i]["lr"] = self._rates[i] * rate
             self._adam.step()
             torch._foreach_copy_(self._locals, self._values)
