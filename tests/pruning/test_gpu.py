@@ -74,6 +74,7 @@ def test_every_call_equals_the_cpus(name: str, kind: str, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.usefixtures("_no_wait_but_to_fetch")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_call_waits_only_where_it_fetches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_DEVICE_CHUNK", 512)
     first, second = linear().cuda(), linear().cuda()
@@ -164,6 +165,7 @@ def test_the_contract_over_nccl(layout: Layout) -> None:
 
 
 @pytest.mark.usefixtures("_group")
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # in a thread of autograd that is new
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["plain", "fsdp2"])
 @pytest.mark.parametrize(
     "how",

@@ -175,4 +175,4 @@ def check_binary(label: str, mask: torch.Tensor | None) -> None:
 
 def _is_binary(mask: torch.Tensor) -> bool:
     local = local_of(mask)
-    return local.dtype is torch.bool or bool(((local == 0) | (local == 1)).all())
+    return local.dtype is torch.bool or bool(fetched([((local == 0) | (local == 1)).all()])[0])
