@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
@@ -18,14 +20,36 @@ from distprune.calibration.moments import Moments
 from distprune.collectives.communicator import Alone
 from distprune.oneshot.driver import prune_rows
 from distprune.oneshot.prune_blocks import prune_blocks
+from distprune.oneshot.report import LayerReport
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.sparsegpt import SparseGPT
-from distprune.patterns.base import Pattern
+from distprune.patterns.base import Choice, Pattern, Ranked
 from tests.architectures import samples, tiny_model
+from tests.device_path import as_on_a_device
 from tests.oneshot.alike import matrices, sharded
 from tests.worlds import ProcessPool
 from tests.wrapped import whole
+
+
+@dataclass(frozen=True)
+class Quarters(Pattern):
+    """Of every 4 inputs of a row one goes, as in no pattern that kernels know."""
+
+    width, is_by_row = 4, True
+
+    @override
+    def __str__(self) -> str:
+        return "quarters"
+
+    @override
+    def choose(self, ranked: Ranked) -> Choice:
+        raise NotImplementedError
+
+    @override
+    def keep(self, scores: torch.Tensor) -> torch.Tensor:
+        return NByM(3, 4).keep(scores)
+
 
 NUM_ROWS = {"one": 6, "none": 0, "other": 3}  # layers that share an input; a program has 4 rows
 CASES: list[tuple[int, Pattern]] = [
@@ -38,6 +62,7 @@ CASES: list[tuple[int, Pattern]] = [
     (300, NByM(10, 150)),  # more than a launch has
     (130, PerRow(0.4)),
     (20, PerRow(0.0)),
+    (24, Quarters()),
     (140, PerRow({"one": 0.3, "none": 0.5, "other": 0.7})),
     (140, Unstructured(0.5)),
     (72, Block(3, 0.4)),
@@ -57,16 +82,19 @@ def layers(num_in: int) -> tuple[dict[str, Rows], list[Moments]]:
     return rows, [Moments((*rows,), len(x), x.square().sum(0), x.mean(0), x.abs().mean(0), products=x.t() @ x)]
 
 
+def prune(rows: dict[str, Rows], moments: list[Moments], pattern: Pattern) -> Mapping[str, LayerReport]:
+    return prune_rows(Alone(), rows, moments, lambda _: nullcontext(), Aim(0.0), solver=SparseGPT(), pattern=pattern)
+
+
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("num_in", "pattern"), CASES, ids=str)
+@pytest.mark.sampled(9)
 def test_equals_the_plain_loop(num_in: int, pattern: Pattern) -> None:
     of_both = []
     for devices in ((), ("cpu",)):
         rows, moments = layers(num_in)
         with patch("distprune.kernels.available._DEVICES", devices):
-            reports = prune_rows(
-                Alone(), rows, moments, lambda _: nullcontext(), Aim(0.0), solver=SparseGPT(), pattern=pattern
-            )
+            reports = prune(rows, moments, pattern)
         of_both.append((rows, reports))
     (plain, wanted), (found, reports) = of_both
     for name, layer in plain.items():
@@ -74,6 +102,30 @@ def test_equals_the_plain_loop(num_in: int, pattern: Pattern) -> None:
         torch.testing.assert_close(found[name].weight, layer.weight, rtol=1e-4, atol=1e-5)
         assert reports[name].num_pruned == wanted[name].num_pruned
         assert (reports[name].relative_error or 0.0) == pytest.approx(wanted[name].relative_error or 0.0, rel=1e-4)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_of_equals_the_first_go(n: int) -> None:
+    """Of white inputs nothing is made up for."""
+    weight = torch.tensor([[1.0, -1, 1, 1, 0, 2, -2, 0], [3, 3, 4, -3, -5, 5, 5, -5], [2, 1, 0, 0, 0, 0, 0, 1]])
+    wanted, ones = weight * NByM(n, 4).keep(weight.abs()), torch.ones(8, dtype=torch.float64)
+    moments = Moments(("one",), 8, ones, ones, ones, products=torch.eye(8, dtype=torch.float64))
+    rows = {"one": Rows(weight, ((0, 3),), 3, owned=True, name="one")}
+    prune(rows, [moments], NByM(n, 4))
+    assert torch.equal(weight, wanted)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("value", [torch.inf, -torch.nan])
+@pytest.mark.parametrize("pattern", [NByM(2, 4), PerRow(0.5), Unstructured(0.5)], ids=str)
+@pytest.mark.sampled(3)
+def test_weights_that_are_not_finite_are_named(pattern: Pattern, value: float) -> None:
+    rows, moments = layers(12)
+    rows["other"].weight[1, 8:] = value
+    with as_on_a_device(), pytest.raises(ValueError, match=r"NaN.*'other'|'other' are NaN"):
+        prune(rows, moments, pattern)
 
 
 def pruned(model: nn.Module, pattern: Pattern) -> dict[str, torch.Tensor]:
