@@ -20,17 +20,17 @@ def sweep(weight, stays, upper, errors, num_in, num_rows, num_columns, num_prune
     diagonal = tl.load(upper + columns.to(tl.int64) * (num_in + 1), is_column, 1.0)
     inverse = tl.div_rn(tl.full([WIDTH], 1.0, tl.float32), diagonal)[None, :]
     row, next_at = tl.load(upper + columns, is_column & (columns > 0), 0.0), upper + num_in
-    for i in range(num_columns):
-        next_row = tl.load(next_at + columns, is_column & (columns > i + 1), 0.0)  # before it is needed
-        if (num_pruned > 0) & (i % m == 0):
-            keys = (w * inverse * (w * inverse)).to(tl.int32, bitcast=True)  # in the order of what is not negative
-            keys = tl.where(((columns >= i) & (columns < i + m))[None, :], keys, 0x7FFFFFFF)
-            for _ in range(num_pruned):
-                is_lowest = columns[None, :] == tl.argmin(keys, axis=1)[:, None]
-                stay, keys = stay & ~is_lowest, tl.where(is_lowest, 0x7FFFFFFF, keys)
-        error = tl.sum(tl.where((columns == i)[None, :] & ~stay, w * inverse, 0.0), axis=1)
-        w -= error[:, None] * row[None, :]
-        row, next_at = next_row, next_at + num_in
+    for start in range(0, num_columns, m):
+        keys = (w * inverse * (w * inverse)).to(tl.int32, bitcast=True)  # in the order of what is not negative
+        keys = tl.where(((columns >= start) & (columns < start + m))[None, :], keys, 0x7FFFFFFF)
+        for _ in range(num_pruned):
+            is_lowest = columns[None, :] == tl.argmin(keys, axis=1)[:, None]
+            stay, keys = stay & ~is_lowest, tl.where(is_lowest, 0x7FFFFFFF, keys)
+        for i in range(start, tl.minimum(start + m, num_columns)):
+            next_row = tl.load(next_at + columns, is_column & (columns > i + 1), 0.0)  # before it is needed
+            error = tl.sum(tl.where((columns == i)[None, :] & ~stay, w * inverse, 0.0), axis=1)
+            w -= error[:, None] * row[None, :]
+            row, next_at = next_row, next_at + num_in
     tl.store(weight + place, tl.where(stay, w, 0.0), there)
     tl.store(stays + place, stay.to(tl.int8), there)
     tl.store(errors + rows * WIDTH + columns[None, :], tl.where(stay, 0.0, w * inverse), there)
