@@ -26,7 +26,7 @@ from distprune.oneshot.rows import Rows
 from distprune.oneshot.sparsegpt import SparseGPT
 from distprune.patterns.base import Choice, Pattern, Ranked
 from tests.architectures import samples, tiny_model
-from tests.device_path import as_on_a_device
+from tests.device_path import as_on_a_device, counted_waits
 from tests.oneshot.alike import matrices, sharded
 from tests.worlds import ProcessPool
 from tests.wrapped import whole
@@ -165,13 +165,31 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+def no_errors(*arguments: Any, **_: Any) -> None:
+    """Take the place of the kernel: what it does is seen elsewhere."""
+    arguments[6].zero_()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_columns_take_two_launches_a_block_and_no_wait() -> None:
+    nums = []
+    for num_in in (128, 512):
+        with as_on_a_device(), patch("distprune.kernels.sweep.launch", side_effect=no_errors) as launched:
+            with counted_waits() as waits, Launches() as launches:  # type: ignore[no-untyped-call]
+                prune(*layers(num_in), NByM(2, 4))
+        nums.append((launched.call_count, launches.num - launched.call_count, waits.num_fetches, waits.calls))
+    (kernels, others, *first), (more_kernels, more_others, *second) = nums
+    assert (kernels, more_kernels, more_others - others) == (1, 4, 3)
+    assert first == second
+
+
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("pattern", [NByM(2, 4), PerRow(0.5)], ids=str)
 def test_launches_of_a_block(pattern: Pattern) -> None:
-    """With 5 blocks of columns; what kernels do is seen elsewhere: here they find no errors."""
+    """With 5 blocks of columns."""
     model = tiny_model("llama", hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4)
-    with patch("distprune.kernels.sweep.launch") as launched, Launches() as launches:  # type: ignore[no-untyped-call]
-        launched.side_effect = lambda *arguments, **_: arguments[6].zero_()
+    kernel = patch("distprune.kernels.sweep.launch", side_effect=no_errors)
+    with kernel as launched, Launches() as launches:  # type: ignore[no-untyped-call]
         prune_blocks(model, samples(112, 64), method="sparsegpt", pattern=pattern)
     assert launched.call_count == 2 * 5
     assert launches.num + launched.call_count <= 2 * 900
