@@ -197,21 +197,22 @@ class _Fit:
         matrices: Collection[str],
         scale: float,
     ) -> None:
-        self._walk, self._index, self._shards, self._scale = walk, index, shards, scale
+        self._walk, self._index, self._shards, self._rates, self._scale = walk, index, shards, rates, scale
         self._name, self._block = walk.blocks[index]
         self._locals = [shard.local for shard in shards]
         self._before = [local.clone() for local in self._locals]
+        # Adam's steps are as long whatever a gradient's size: of values divided by their rates one rate serves all.
         # Contiguous, as their gradients: torch's fused Adam takes that for granted.
         self._values = [
             local.to(torch.promote_types(local.dtype, torch.float32), copy=True, memory_format=torch.contiguous_format)
             for local in self._locals
         ]
+        torch._foreach_div_(self._values, [rate or 1.0 for rate in rates])
         # Weights of matrices are held where they are 0.
         self._kept = [(shard.local != 0) | (shard.name not in matrices) for shard in shards]
         device = self._locals[0].device
         is_fused = device.type in ("cpu", "cuda")
-        groups = [{"params": [value]} for value in self._values]  # `step` sets their rates
-        self._rates, self._adam = rates, torch.optim.Adam(groups, betas=_BETAS, fused=is_fused, foreach=not is_fused)
+        self._adam = torch.optim.Adam(self._values, betas=_BETAS, fused=is_fused, foreach=not is_fused)
         shapes = [shard.geometry.global_shape for shard in shards]
         numels = [math.prod(shape) for shape in shapes]
         self.flat = torch.zeros(sum(numels), dtype=torch.float32, device=device)  # gradients of whole parameters
@@ -250,8 +251,10 @@ class _Fit:
         with torch.enable_grad(), ordered_attention(self.flat.device):
             output = part.calls[self._index].run(self._block, given)
             with own_settings():
-                pull = ((output.detach().float() - wanted.float()) * (2 * self._scale)).to(output.dtype)
+                pull = (output.detach().float() - wanted.float()).to(output.dtype)
             try:
+                # In autograd's thread, where cuBLAS warns if it comes first.
+                output.register_hook(lambda pull: pull * (2 * self._scale))  # type: ignore[no-untyped-call]
                 gradients = torch.autograd.grad(output, parameters, pull, allow_unused=True)
             except RuntimeError as error:
                 if is_out_of_memory(error) or cannot_meet(error):
@@ -267,11 +270,12 @@ class _Fit:
         """Move the values along the gradients in ``flat``, which are those of all ranks now. Local."""
         with own_settings():
             self._largest.append(torch.linalg.vector_norm(self.flat, torch.inf))
-            for i, (shard, value, kept) in enumerate(zip(self._shards, self._values, self._kept, strict=True)):
-                value.grad = cut(self._gradients[i], shard.geometry).mul_(kept).to(value.dtype).contiguous()
-                self._adam.param_groups[i]["lr"] = self._rates[i] * rate
+            for whole, shard, value, kept in zip(self._gradients, self._shards, self._values, self._kept, strict=True):
+                value.grad = cut(whole, shard.geometry).mul_(kept).to(value.dtype).contiguous()
+            self._adam.param_groups[0]["lr"] = rate
             self._adam.step()
-            torch._foreach_copy_(self._locals, self._values)
+            for value, its_rate, local in zip(self._values, self._rates, self._locals, strict=True):
+                torch.mul(value, its_rate, out=local)
 
     @torch.no_grad()
     def finish(self, steps: Sequence[Batch]) -> None:
