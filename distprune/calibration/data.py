@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from distprune.calibration.text import draw_windows, draw_windows_of_text, is_drawn_by_place, open_text, tokens_of
+from distprune.calibration.text import TextFile, draw_windows_of_text, is_drawn_by_place, open_text, tokens_of
 
 # That run together: the least and the most tokens, how many features their hidden states have, and logits in memory.
 _ON_HOST, _ON_DEVICE = (1, 8192, 1 << 21, 1 << 28), (8192, 65536, 1 << 25, 1 << 30)
@@ -61,7 +61,7 @@ def calibration_windows(
     for number, file in enumerate(files):
         share = None if samples is None else samples // len(files) + (number < samples % len(files))
         if share != 0:
-            drawn.append(draw_windows(tokenizer, Path(file), share, sequence_length, seed))
+            drawn.append(TextFile(tokenizer, Path(file)).draw(share, sequence_length, seed))
     return torch.cat(drawn)
 
 
@@ -144,7 +144,7 @@ class Batches:
         """Return the batch of a step, (batch_size, length) int64."""
         seed = _seed_of(self._seed, step)
         if self._ids is None:
-            return draw_windows(self._tokenizer, self._path, self._batch_size, self._length, seed)
+            return TextFile(self._tokenizer, self._path).draw(self._batch_size, self._length, seed)
         starts = torch.randint(
             len(self._ids) - self._length + 1,
             (self._batch_size, 1),

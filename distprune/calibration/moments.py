@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -12,7 +13,7 @@ from distprune.shards.device import on_host
 
 Needs = Literal["squares", "products"]  # the diagonal of X^T X, for Wanda; all of it, for SparseGPT
 
-_CHUNK = 1 << 22  # weights whose product with X^T X is in memory at a time
+_CHUNK, _DEVICE_CHUNK = 1 << 22, 1 << 26  # weights whose product with X^T X is in memory at a time
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,21 @@ class Moments:
         correlation comes. It is where the rows are: nobody waits for a device.
         """
         total = torch.zeros((), dtype=torch.float64, device=weight.device)
-        for some in torch.split(weight, max(1, _CHUNK // max(weight.shape[1], 1))):
+        most = _CHUNK if on_host(weight.device) else _DEVICE_CHUNK
+        for some in torch.split(weight, max(1, most // max(weight.shape[1], 1))):
             w = some.float()
             if self.products is not None:
                 total += (w @ self.products.float()).mul_(w).sum(dtype=torch.float64)
             else:
-                of_means = self.mean * self.num_tokens**0.5
-                about_mean = (self.squares - of_means.square()).clamp_(min=0)
-                total += (w.square() @ about_mean.float() + (w @ of_means.float()).square_()).sum(dtype=torch.float64)
+                about_mean, of_means = self._as_if_independent
+                total += (w.square() @ about_mean + (w @ of_means).square_()).sum(dtype=torch.float64)
         return total
+
+    @cached_property
+    def _as_if_independent(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the squares of features about their means, and n^0.5 times these, both (in,), float32."""
+        of_means = self.mean * self.num_tokens**0.5
+        return (self.squares - of_means.square()).clamp_(min=0).float(), of_means.float()
 
 
 def adds_in_float32(x: torch.Tensor) -> bool:

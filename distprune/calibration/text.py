@@ -47,13 +47,8 @@ class TextFile:
         return _cut(self._ids, str(self._path), num_windows, length, generator)
 
 
-def draw_windows(tokenizer: Any, path: Path, num_windows: int | None, length: int, seed: int) -> torch.Tensor:
-    """Return windows of a file: :meth:`TextFile.draw`. Local."""
-    return TextFile(tokenizer, path).draw(num_windows, length, seed)
-
-
 def draw_windows_of_text(tokenizer: Any, text: str, num_windows: int | None, length: int, seed: int) -> torch.Tensor:
-    """Return windows of a ``text`` in memory, as :func:`draw_windows` does of a file. Local."""
+    """Return windows of a ``text`` in memory, as :class:`TextFile` does of a file. Local."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     is_name = len(text) <= _LONGEST_NAME and "\n" not in text  # mistyped, perhaps
     source = f"the text {text!r} (there is no file of that name)" if is_name else "the text"

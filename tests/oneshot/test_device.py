@@ -63,7 +63,7 @@ def waits_of(solver: Solver, pattern: prune.Pattern, num_inputs: int, chunk: int
     rows, moments = made(num_inputs)
     with pytest.MonkeyPatch.context() as patch, as_on_a_device(chunk), counted_waits() as waits:
         patch.setattr("distprune.oneshot.rows._ON_DEVICE", chunk)
-        patch.setattr("distprune.calibration.moments._CHUNK", chunk)
+        patch.setattr("distprune.calibration.moments._DEVICE_CHUNK", chunk)
         solve(solver, rows, moments, pattern)
     return waits
 
