@@ -17,7 +17,7 @@ LINES = {
     "cli": (583, 410),
     "collectives": (675, 640),
     "jobs": (2014, 1280),
-    "kernels": (870, 800),
+    "kernels": (888, 800),
     "masks": (487, 470),
     "models": (887, 690),
     "oneshot": (1900, 1440),
@@ -26,8 +26,8 @@ LINES = {
     "removal": (1508, 1160),
     "scores": (376, 350),
     "selection": (497, 520),
-    "shards": (1195, 1030),
-    "training": (1483, 1030),
+    "shards": (1186, 1030),
+    "training": (1473, 1030),
 }
 
 

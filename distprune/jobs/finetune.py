@@ -25,9 +25,10 @@ from distprune.jobs.own_words import Windows, ask_words, load_windows
 from distprune.jobs.report import JobReport, Trained
 from distprune.jobs.run import STATE, Device, JobFiles, Run, open_job
 from distprune.jobs.watcher import Watcher
+from distprune.kernels.held import count_zeros
 from distprune.models.find_shards import find_shards
 from distprune.oneshot.report import clock
-from distprune.shards.local_shard import LocalShard, count_zeros
+from distprune.shards.local_shard import LocalShard
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _WARM_UP = 0.1  # of the job: the learning rate rises, and then falls to zero

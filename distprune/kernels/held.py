@@ -1,4 +1,4 @@
-"""Zeros that are held on a GPU: one launch of all tensors of a kind before a step, and one after it."""
+"""Zeros, counted, held and written: on a GPU by one launch for all tensors of a kind."""
 
 from __future__ import annotations
 
@@ -10,40 +10,31 @@ from torch.autograd.graph import increment_version
 
 from distprune.kernels.available import has_kernels, kernels
 from distprune.kernels.table import Piece, Table, tables_of
-from distprune.shards.local_shard import bits_of
+from distprune.shards.device import count_true, fetched, is_zero
+from distprune.shards.local_shard import bits_of, flat_chunks
 
 _BLOCK = 1024
 Masked = tuple[torch.Tensor, torch.Tensor]  # a tensor and its mask
 
 
-@final
-class HeldOnDevice:
-    """Shards on one device, each with a mask (bool, same local shape) that is True where a weight is held."""
+@torch.no_grad()
+def read_all_held(shards: Sequence[Masked], least: torch.Tensor, known: Tables) -> torch.Tensor:
+    """Write into each mask (bool, same local shape) where its shard is +0.0; all are on one device. Local.
 
-    def __init__(self, shards: Sequence[Masked]) -> None:
-        self._shards, self._device, self._tables = shards, shards[0][0].device, Tables()
-
-    @torch.no_grad()
-    def read(self, least: torch.Tensor) -> torch.Tensor:
-        """Write into each mask where its shard is +0.0, and return counts, (shards, 3), int64. Local.
-
-        Of a shard with fewer than ``least`` zeros (shards), int64, the mask stays as it is. The counts are how many
-        places of a mask changed, how many are True now, and whether there were too few. All on the device: the host
-        does not wait.
-        """
-        (tables, others), num = self._tables.of(self._shards), len(self._shards)
-        memory = torch.zeros(4 * num, dtype=torch.int64, device=self._device)
-        num_held, counts = memory[:num], memory[num:].view(num, 3)
-        for kernel, arguments in (("count_held", ()), ("read_held", (least, counts))):
-            for table in tables:
-                table.run(getattr(kernels("hold"), kernel), num_held, *arguments)
-        for i in others:
-            counts[i] = _read(*self._shards[i], least[i])
-        return counts
-
-    def write_signed_zeros(self) -> None:
-        """Write +0.0 where a mask is True, and -0.0 over a +0.0 where it is False. Local."""
-        zero_where_masked(self._shards, True, self._tables, signs=True)
+    Of a shard with fewer than ``least`` zeros (shards), int64, the mask stays as it is. Return counts, (shards, 3),
+    int64: how many places of a mask changed, how many are True now, and whether there were too few. All on the device:
+    the host does not wait.
+    """
+    (tables, others), num = known.of(shards), len(shards)
+    memory = torch.zeros(4 * num, dtype=torch.int64, device=least.device)
+    num_held, counts = memory[:num], memory[num:].view(num, 3)
+    for table in tables:
+        table.run(kernels("hold").count, num_held, FLOATS=False, MASKED=False)
+    for table in tables:
+        table.run(kernels("hold").read_held, num_held, least, counts)
+    for i in others:
+        counts[i] = _read(*shards[i], least[i])
+    return counts
 
 
 def _read(local: torch.Tensor, held: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
@@ -56,20 +47,42 @@ def _read(local: torch.Tensor, held: torch.Tensor, least: torch.Tensor) -> torch
     return counts
 
 
+def count_zeros(tensors: Sequence[torch.Tensor], within: Sequence[torch.Tensor] | None = None) -> list[int]:
+    """Return how many elements of each are zero; ``within`` (bool, same shapes): where that is True.
+
+    Local, one wait for a device, and one launch for all tensors of a kind.
+    """
+    counts, others = [torch.zeros((), dtype=torch.int64, device="cpu")] * len(tensors), [*range(len(tensors))]
+    kinds = {(tensor.is_floating_point(), tensor.is_complex()) for tensor in tensors}
+    if has_kernels(*[tensor.device for tensor in tensors]) and kinds in ({(True, False)}, {(False, False)}):
+        memory = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
+        tables, others = Tables().of([*zip(tensors, within or tensors, strict=True)])
+        for table in tables:
+            table.run(kernels("hold").count, memory, FLOATS=kinds == {(True, False)}, MASKED=within is not None)
+        counts = [*memory.unbind()]
+    for i in others:
+        for (_, values), (_, mask) in zip(flat_chunks(tensors[i]), flat_chunks((within or tensors)[i]), strict=True):
+            counts[i] = counts[i] + count_true(is_zero(values) if within is None else is_zero(values) & mask)
+    return [*map(int, fetched(counts))]
+
+
 @torch.no_grad()
-def zero_where_masked(shards: Sequence[Masked], where: bool, known: Tables, *, signs: bool = False) -> None:
+def zero_where_masked(shards: Sequence[Masked], where: bool, known: Tables, *, signs: int = 0) -> None:
     """Write +0.0 into each tensor where its mask (bool, same shape) is ``where``; all are on one device. Local.
 
-    ``signs``: and -0.0 over a +0.0 where it is not.
+    ``signs`` 1: and -0.0 over a +0.0 where it is not. -1: write +0.0 over every -0.0 instead, whatever the mask.
     """
     tables, others = known.of(shards)
     for table in tables:
         table.run(kernels("hold").mask, WHERE=where, SIGNS=signs)
     for local, mask in (shards[i] for i in others):
         bits = bits_of(local.detach())
-        if signs:
+        if signs > 0:
             bits.masked_fill_(bits == 0, torch.iinfo(bits.dtype).min)
-        bits.masked_fill_(mask, 0) if where else bits.mul_(mask)
+        if signs < 0 or where:
+            bits.masked_fill_(bits == torch.iinfo(bits.dtype).min if signs < 0 else mask, 0)
+        else:
+            bits.mul_(mask)
     increment_version([local for local, _ in shards])  # no kernel does
 
 

@@ -30,16 +30,28 @@ def zero_where_pruned(local: torch.Tensor, mask: torch.Tensor, *, where: bool = 
         bits_of(local.detach()).mul_(mask)
 
 
-def zero_all_where_pruned(shards: Sequence[Masked], *, where: bool = False, tables: Tables | None = None) -> None:
-    """Do so for many shards, each with its mask; for those on a GPU all together, as :class:`Tables` says. Local."""
+def zero_all_where_pruned(
+    shards: Sequence[Masked], *, where: bool = False, signs: int = 0, tables: Tables | None = None
+) -> None:
+    """Do so for many shards, each with its mask; for those on a GPU all together, as :class:`Tables` says. Local.
+
+    ``signs`` 1: and write -0.0 over a +0.0 where the mask is not ``where``. -1: write +0.0 over every -0.0 instead,
+    whatever the mask.
+    """
     there: defaultdict[torch.device, list[Masked]] = defaultdict(list)
     for local, mask in shards:
-        if on_host(local.device) or local.is_complex():
-            zero_where_pruned(local, mask, where=where)
-        else:
+        if not on_host(local.device) and not local.is_complex():
             there[local.device].append((local, mask))
+        elif signs > 0:
+            write_signed_zeros(local, mask, where=where)
+        elif signs < 0:
+            bits = bits_of(local)
+            for (values,) in _chunks(bits):
+                _fill(values, values == torch.iinfo(bits.dtype).min, 0)
+        else:
+            zero_where_pruned(local, mask, where=where)
     for pairs in there.values():
-        zero_where_masked(pairs, where, tables or Tables())
+        zero_where_masked(pairs, where, tables or Tables(), signs=signs)
 
 
 def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
@@ -88,18 +100,20 @@ def _has_zeros(bits: torch.Tensor, least: int) -> bool:
 
 
 @torch.no_grad()
-def write_signed_zeros(local: torch.Tensor, held: torch.Tensor) -> None:
-    """Write +0.0 where ``held`` is True, and -0.0 over a +0.0 where it is False. Local, chunk by chunk.
+def write_signed_zeros(local: torch.Tensor, mask: torch.Tensor, *, where: bool = True) -> None:
+    """Write +0.0 where ``mask`` is ``where``, and -0.0 over a +0.0 where it is not. Local, chunk by chunk.
 
     So the bits of ``local`` say which weights are kept.
     """
     bits = bits_of(local)
     negative_zero = torch.iinfo(bits.dtype).min
-    for values, zeros in _chunks(bits, held):
-        if on_host(local.device) and np.array_equal(values == 0, zeros):
-            continue  # as a rule: a write would take longer than the read
+    for values, flags in _chunks(bits, mask):
+        zeros = flags if where else ~flags
+        if where and on_host(local.device) and np.array_equal(values == 0, zeros):
+            continue  # as a rule, after a step: a write would take longer than the read
         values *= ~zeros
         _fill(values, (values == 0) & ~zeros, negative_zero)
+    increment_version(local)
 
 
 @torch.no_grad()
@@ -138,21 +152,9 @@ def bring_back(local: torch.Tensor, aside: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def make_zeros_positive(local: torch.Tensor, unless_held: torch.Tensor | None = None) -> None:
-    """Write +0.0 over every -0.0. Local, chunk by chunk.
-
-    ``unless_held`` (bool, same local shape): not if there are places where it is True, and all of them are +0.0.
-    """
-    bits = bits_of(local)
-    due: Any = True
-    if unless_held is not None:
-        differs, holds_none = False, True  # on a device tensors, which are not waited for
-        for values, held in _chunks(bits, unless_held):
-            differs = differs | ((values != 0) & held).any()
-            holds_none = holds_none & ~held.any()
-        due = differs | holds_none
-    for (values,) in _chunks(bits):
-        _fill(values, (values == torch.iinfo(bits.dtype).min) & due, 0)
+def make_zeros_positive(shards: Sequence[torch.Tensor]) -> None:
+    """Write +0.0 over every -0.0. Local, as :func:`zero_all_where_pruned`."""
+    zero_all_where_pruned([(local, local) for local in shards], signs=-1)
 
 
 def _fill(values: Any, where: Any, number: int) -> None:

@@ -14,6 +14,7 @@ import torch
 from distprune.collectives.agree import sum_together
 from distprune.collectives.base import Communicator
 from distprune.collectives.roster import Roster
+from distprune.kernels.held import count_zeros
 from distprune.patterns.base import Ranked, Scope, Shares, own_share
 from distprune.scores.base import LocalScores
 from distprune.selection.order import Order
@@ -21,7 +22,7 @@ from distprune.selection.radix import Competition
 from distprune.shards.checksum import checksum
 from distprune.shards.device import fetched
 from distprune.shards.geometry import Geometry
-from distprune.shards.local_shard import LocalShard, count_zeros, no_values
+from distprune.shards.local_shard import LocalShard, no_values
 
 
 def take_census(

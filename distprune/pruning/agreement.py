@@ -18,6 +18,7 @@ from distprune.collectives.base import Communicator, as_met
 from distprune.collectives.roster import Member, Roster, roster_of_all, roster_of_one
 from distprune.hints import near_names
 from distprune.kernels.available import has_kernels
+from distprune.kernels.held import count_zeros
 from distprune.masks.in_place import zero_all_where_pruned
 from distprune.models.find_shards import Found, NamePattern, find_shards
 from distprune.models.matrices import matrix_of_weight
@@ -28,7 +29,7 @@ from distprune.selection.radix import raise_nans
 from distprune.shards.checksum import checksum
 from distprune.shards.device import fetched
 from distprune.shards.layouts import is_laid_out_like, local_of, local_part
-from distprune.shards.local_shard import LocalShard, count_zeros
+from distprune.shards.local_shard import LocalShard
 from distprune.shards.parameter_range import gradients_of
 
 Facts = Mapping[str, object]

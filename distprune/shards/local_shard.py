@@ -6,7 +6,7 @@ Nouns: a *LocalShard* is that part and the place of each of its elements (`Shard
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from distprune.collectives.roster import Layout
 from distprune.formatting import count, one_line
-from distprune.shards.device import chunk_size, count_true, fetched, on_host
+from distprune.shards.device import chunk_size, on_host
 from distprune.shards.geometry import Geometry
 from distprune.shards.matrix import Matrix
 
@@ -181,18 +181,6 @@ def flat_chunks(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     size = chunk_size(tensor.device)
     for start in range(0, tensor.numel(), size):
         yield start, flat_chunk(tensor, start, min(start + size, tensor.numel()))
-
-
-def count_zeros(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return how many elements of each are zero; local, one wait for a device."""
-    counts = [
-        sum(
-            (count_true(values != 0) for _, values in flat_chunks(tensor)),
-            torch.zeros((), dtype=torch.int64, device="cpu"),
-        )
-        for tensor in tensors
-    ]
-    return [t.numel() - int(num) for t, num in zip(tensors, fetched(counts), strict=True)]
 
 
 def cut(whole: torch.Tensor, geometry: Geometry) -> torch.Tensor:

@@ -19,18 +19,12 @@ import torch
 from distprune.collectives.agree import max_together
 from distprune.collectives.base import Communicator
 from distprune.collectives.roster import Roster
-from distprune.kernels.held import HeldOnDevice, Tables
-from distprune.masks.in_place import (
-    make_zeros_positive,
-    read_held,
-    write_signed_zeros,
-    zero_all_where_pruned,
-    zero_where_pruned,
-)
+from distprune.kernels.held import Tables, count_zeros, read_all_held
+from distprune.masks.in_place import make_zeros_positive, read_held, zero_all_where_pruned, zero_where_pruned
 from distprune.pruning.agreement import sum_zeros
 from distprune.shards.device import fetched, on_host, sent
 from distprune.shards.layouts import local_of
-from distprune.shards.local_shard import LocalShard, flat_chunks
+from distprune.shards.local_shard import LocalShard, bits_of, flat_chunk, flat_chunks
 from distprune.shards.parameter_range import ParameterRange, gradient_of
 
 # Per-element state that is no moment and no copy of the weight: Rprop's steps; Shampoo's and Alice's matrices, which in
@@ -38,6 +32,7 @@ from distprune.shards.parameter_range import ParameterRange, gradient_of
 _NO_MOMENTS = frozenset({"step_size", "pre_cond_0", "pre_cond_1", "inv_pre_cond_0", "inv_pre_cond_1", "Q", "U"})
 # Of the zeros of a parameter: another mask has more of them, dense weights (in bfloat16) may have a few by chance.
 _MOST_LEFT = 0.1
+_SAMPLE = 1024  # elements of a matrix, which as a rule show that not all of its weights are one number
 _MASKED = "_distprune_masked"  # an attribute of a gradient: its version as zeros were written into it
 
 
@@ -64,15 +59,6 @@ class Held:
     def is_written(self) -> bool:
         """Return whether torch has counted a write to the weights since they were read."""
         return self.version != self.current_version()
-
-    def take_over(self) -> None:
-        """Write +0.0 over every -0.0 of weights that others have written: from here on the sign speaks.
-
-        If all that is held is +0.0 there too, they are from a training like this one.
-        """
-        if self.may_be_foreign:
-            make_zeros_positive(self.shard.local, unless_held=self.zeros)
-            self.may_be_foreign, self.version = False, None
 
     @property
     def fewest(self) -> int:
@@ -122,16 +108,10 @@ class HeldTogether:
     """Several of a model's shards: all, or what one optimizer moves, with their ``ranges`` in its parameters."""
 
     def __init__(self, held: Sequence[Held], ranges: Sequence[ParameterRange] = ()) -> None:
-        self.held, self.ranges, self._tables = held, ranges, Tables()  # of gradients
-        by_device: defaultdict[torch.device, list[Held]] = defaultdict(list)
+        self.held, self.ranges, self._of_weights, self._of_gradients = held, ranges, Tables(), Tables()
+        self._by_device: defaultdict[torch.device, list[Held]] = defaultdict(list)
         for one in held:
-            by_device[one.shard.local.device].append(one)
-        self._on_host = [one for device, several in by_device.items() if on_host(device) for one in several]
-        self._on_devices = [
-            (several, HeldOnDevice([(one.shard.local, one.zeros) for one in several]))
-            for device, several in by_device.items()
-            if not on_host(device)
-        ]
+            self._by_device[one.shard.local.device].append(one)
 
     def read(self, *, at_step: bool = False) -> None:
         """Read which weights are zero now, where torch has counted a write, and warn of zeros that were overwritten.
@@ -140,21 +120,34 @@ class HeldTogether:
         write: on the host, as of those through ``data``, and under FSDP1.
         """
         read: list[tuple[Held, Sequence[int]]] = []  # with how many changed, are held, and whether there are too few
-        for held in self.held:
-            held.take_over()
-        for held in self._on_host:
-            if at_step or held.is_written():
-                read.append((held, read_held(held.shard.local, held.zeros, held.fewest)))
-        for several, on_device in self._on_devices:
-            if any(held.is_written() or (at_step and held.shard.tensor is None) for held in several):
+        self.take_over()
+        for device, several in self._by_device.items():
+            if on_host(device):
+                written = [held for held in several if at_step or held.is_written()]
+                read += [(held, read_held(held.shard.local, held.zeros, held.fewest)) for held in written]
+            elif any(held.is_written() or (at_step and held.shard.tensor is None) for held in several):
                 fewest = torch.tensor([held.fewest for held in several], dtype=torch.int64, device="cpu")
-                (counts,) = fetched([on_device.read(sent(fewest, several[0].shard.local.device))])
+                weights = [(held.shard.local, held.zeros) for held in several]
+                (counts,) = fetched([read_all_held(weights, sent(fewest, device), self._of_weights)])
                 read += zip(several, counts.tolist(), strict=True)
         for held, (num_changed, num_held, _) in read:
             held.num_held, held.is_new = num_held, held.is_new or num_changed > 0
             held.version = held.current_version()
         if lost := [held for held, (*_, has_too_few) in read if has_too_few]:
             _warn_of_overwritten(lost)
+
+    def take_over(self) -> None:
+        """Write +0.0 over every -0.0 of weights that others have written: from here on the sign speaks.
+
+        If all that is held is +0.0 there too, they are from a training like this one.
+        """
+        foreign = [held for held in self.held if held.may_be_foreign]
+        if known := [held for held in foreign if held.num_held]:
+            nums = count_zeros([bits_of(held.shard.local) for held in known], [held.zeros for held in known])
+            known = [held for held, num in zip(known, nums, strict=True) if num == held.num_held]
+        make_zeros_positive([held.shard.local for held in foreign if held not in known])
+        for held in foreign:
+            held.may_be_foreign, held.version = False, None
 
     def clean(self, state_of: Callable[[torch.Tensor], dict[str, object]]) -> None:
         """Write zeros into an optimizer's state where weights are held, of those whose mask has changed."""
@@ -169,14 +162,12 @@ class HeldTogether:
         """Write zeros into the gradients where weights are held."""
         parts = [(held.gradient(where), held.zeros) for held, where in zip(self.held, self.ranges, strict=True)]
         there = [(part, zeros) for part, zeros in parts if part is not None]
-        zero_all_where_pruned(there, where=True, tables=self._tables)
+        zero_all_where_pruned(there, where=True, tables=self._of_gradients)
 
     def write_zeros(self) -> None:
         """After a step: zeros where weights are held, and -0.0 where a kept one has become zero."""
-        for held in self._on_host:
-            write_signed_zeros(held.shard.local, held.zeros)
-        for _, on_device in self._on_devices:
-            on_device.write_signed_zeros()
+        weights = [(held.shard.local, held.zeros) for held in self.held]
+        zero_all_where_pruned(weights, where=True, signs=1, tables=self._of_weights)
         for held in self.held:
             held.version = held.current_version()
 
@@ -225,9 +216,13 @@ def check_zeros(comm: Communicator, roster: Roster, find: Callable[[], Sequence[
 
     def measure(sizes: torch.Tensor) -> None:
         sizes.fill_(-torch.inf)
-        judged = [name for name in sparse if name in owned and not owned[name].is_complex()]
-        for name, extremes in zip(judged, fetched([_extremes(owned[name]) for name in judged]), strict=True):
-            sizes[place[name]] = extremes
+        judged = {name: owned[name] for name in sparse if name in owned and not owned[name].is_complex()}
+        samples = fetched([flat_chunk(local, 0, min(local.numel(), _SAMPLE)) for local in judged.values()])
+        extremes = dict(zip(judged, map(_extremes, samples), strict=True))
+        if alike := [name for name, (largest, smallest) in extremes.items() if largest <= -smallest]:
+            extremes |= zip(alike, fetched([_extremes(judged[name]) for name in alike]), strict=True)
+        for name, both in extremes.items():
+            sizes[place[name]] = both
 
     sizes = max_together(comm, (len(sparse), 2), measure, torch.float64).tolist()
     natural = [name for name, (largest, smallest) in zip(sparse, sizes, strict=True) if largest == -smallest]

@@ -240,8 +240,7 @@ class Hold(OnSteps):
             self._binding.together.read(at_step=True)
             self._binding.together.write_zeros()
         self.remove()
-        for shard in self._binding.find():
-            make_zeros_positive(shard.local)
+        make_zeros_positive([shard.local for shard in self._binding.find()])
 
     def expect_others(self) -> None:
         """Hold the zeros that are there at the next step in the place of those now, however few they are. Local."""
@@ -261,8 +260,7 @@ class Hold(OnSteps):
         agreed = self._weights.agree(self._comm)
 
         def owned() -> dict[str, torch.Tensor]:
-            for held in self._binding.held:
-                held.take_over()
+            self._binding.together.take_over()
             shards = agreed.shards() if self._binding.has_begun else ()
             return {shard.name: bits_of(shard.local) for shard in shards if shard.owned}
 

@@ -12,8 +12,9 @@ from typing_extensions import override
 
 from distprune.collectives.agree import sum_together
 from distprune.collectives.base import Communicator
+from distprune.kernels.held import count_zeros
 from distprune.kernels.table import ScoreName
-from distprune.masks.in_place import zero_where_pruned
+from distprune.masks.in_place import zero_all_where_pruned
 from distprune.patterns.as_pattern import as_pattern, says_how_much
 from distprune.patterns.base import Pattern, Ranked, check_share
 from distprune.patterns.unstructured import Unstructured
@@ -21,7 +22,7 @@ from distprune.pruning.agreement import NamedWeights, agreeing, choose_masks, gr
 from distprune.scores.as_score import Magnitude
 from distprune.scores.base import Elements, LocalScores, Score
 from distprune.scores.random import Random
-from distprune.shards.local_shard import LocalShard, bits_of, count_zeros
+from distprune.shards.local_shard import LocalShard, bits_of
 
 GrowBy = Literal["gradient", "random"]
 
@@ -144,17 +145,13 @@ def regrow(
 
     ranked = Ranked(comm, agreed.roster, score, to_grow, of_left=True, regrows=True)
     kept, counts = choose_masks(ranked, ranked.choose(growing))
-    new: list[torch.Tensor] = []
 
-    def find_new(num_moved: torch.Tensor) -> None:  # the last that can fail on one rank
-        new[:] = [of_kept & ~before for of_kept, before in zip(kept, were_kept, strict=True)]
-        owned = [of_new for of_new, shard in zip(new, shards, strict=True) if shard.owned]
-        num_moved[0] = sum(of_new.numel() for of_new in owned) - sum(count_zeros(owned))
+    def count_new(num_moved: torch.Tensor) -> None:  # the last that can fail on one rank
+        owned = [(bits_of(shard.local), stay) for shard, stay in zip(shards, kept, strict=True) if shard.owned]
+        num_moved[0] = sum(count_zeros([bits for bits, _ in owned], [stay for _, stay in owned]))
 
-    num_moved = int(sum_together(comm, (1,), find_new)[0])
-    for shard, of_kept, of_new in zip(shards, kept, new, strict=True):
-        zero_where_pruned(shard.local, of_kept)
-        shard.local.masked_fill_(of_new, -0.0)
+    num_moved = int(sum_together(comm, (1,), count_new)[0])
+    zero_all_where_pruned([(shard.local, stay) for shard, stay in zip(shards, kept, strict=True)], signs=1)
     num_elements = sum(math.prod(member.global_shape) for member in agreed.roster.members)
     return Counts(sum(num_held for num_held, _ in counts), num_elements, num_moved)
 

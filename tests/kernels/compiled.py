@@ -91,9 +91,10 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
     yield "narrow", select.narrow, {"BITS": 12}, 8
     for word in (tl.int16, tl.int32):
         tile = {"WORD": word, "BLOCK": 1024, "ALIGNED": True}
-        yield f"count_held {word}", hold.count_held, tile, 4
+        yield f"count {word}", hold.count, {**tile, "FLOATS": True, "MASKED": True}, 4
         yield f"read_held {word}", hold.read_held, tile, 4
-        yield f"mask {word}", hold.mask, {**tile, "WHERE": True, "SIGNS": True}, 4
+        for signs in (0, 1, -1):
+            yield f"mask {word} {signs}", hold.mask, {**tile, "WHERE": True, "SIGNS": signs}, 4
     yield "sweep", sweep.sweep, {"ROWS": 4, "WIDTH": 128}, 1
 
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.kernels import interpreted  # noqa: F401  # first
 
-from distprune.kernels.held import HeldOnDevice, Tables, zero_where_masked  # isort: skip
+from distprune.kernels.held import Tables, count_zeros, read_all_held, zero_where_masked  # isort: skip
 from distprune.kernels.lowest import Keys  # isort: skip
 from distprune.kernels.table import Piece  # isort: skip
 from distprune.kernels.within import MOST_IN_GROUP, Within  # isort: skip
@@ -100,10 +100,10 @@ def test_held_zeros(seed: int, how: str, request: pytest.FixtureRequest) -> None
         request.getfixturevalue("interpreted")
     zeros = [torch.from_numpy(rng.integers(0, 2, tuple(w.shape)) == 1) for w in weights]
     least = torch.from_numpy(rng.integers(0, 3, len(weights)) * 100)
-    held, wanted = HeldOnDevice(list(zip(weights, zeros, strict=True))), [mask.clone() for mask in zeros]
-    held.read(torch.full_like(least, 1 << 40))  # more than there are: the masks stay as they are
+    pairs, tables, wanted = list(zip(weights, zeros, strict=True)), Tables(), [mask.clone() for mask in zeros]
+    read_all_held(pairs, torch.full_like(least, 1 << 40), tables)  # more than there are: the masks stay as they are
     with counted_waits() as waits:
-        totals = held.read(least)
+        totals = read_all_held(pairs, least, tables)
     assert not waits.calls
     for i, (w, mask) in enumerate(zip(weights, wanted, strict=True)):
         if w.numel():
@@ -111,15 +111,22 @@ def test_held_zeros(seed: int, how: str, request: pytest.FixtureRequest) -> None
         assert torch.equal(zeros[i], mask)
         w.copy_(awkward(rng, w.numel(), w.dtype).view(w.shape))
     plain, versions = [w.clone() for w in weights], [w._version for w in weights]
-    held.write_signed_zeros()
+    zero_where_masked(pairs, True, tables, signs=1)
     assert all(w._version > version for w, version in zip(weights, versions, strict=True))
     for w, other, mask in zip(weights, plain, zeros, strict=True):
         write_signed_zeros(other, mask)
         assert torch.equal(bits(w), bits(other))
-    tables = Tables()
+    for dtype in {*dtypes}:
+        some, masks = [w for w in weights if w.dtype is dtype], [z for w, z in pairs if w.dtype is dtype]
+        assert count_zeros(some) == [int((w == 0).sum()) for w in some]
+        held = [(bits(w) == 0) & mask for w, mask in zip(some, masks, strict=True)]
+        assert count_zeros([*map(bits, some)], masks) == count_zeros([~each for each in held])
     for where in (True, False, True):
         for w in weights:
             w.copy_(awkward(rng, w.numel(), w.dtype).view(w.shape))
         plain = [zeroed(w, mask == where) for w, mask in zip(weights, zeros, strict=True)]
-        zero_where_masked(list(zip(weights, zeros, strict=True)), where, tables)
+        zero_where_masked(pairs, where, tables)
         assert all(torch.equal(bits(w), bits(other)) for w, other in zip(weights, plain, strict=True))
+    plain = [w.masked_fill(w == 0, 0.0) for w in weights]
+    zero_where_masked(pairs, True, tables, signs=-1)
+    assert all(torch.equal(bits(w), bits(other)) for w, other in zip(weights, plain, strict=True))

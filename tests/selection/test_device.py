@@ -265,7 +265,7 @@ def test_what_is_set_aside_and_signed_is_the_hosts() -> None:
         aside, mask, signed = torch.zeros_like(values), (torch.arange(2000) % 3 == 0).view(50, 40), values.clone()
         write_signed_zeros(signed, mask)
         positive = values.clone()
-        make_zeros_positive(positive)
+        make_zeros_positive([positive])
         set_aside(values, aside, mask)
         pruned = values.clone()
         pruned[::5] += 1

@@ -10,18 +10,21 @@ CHANGED, HELD, TOO_FEW = (tl.constexpr(i) for i in range(3))
 
 
 @triton.jit
-def count_held(segments, firsts, counts, WORD: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """Add to ``counts`` (tensors) how many weights are +0.0."""
+def count(segments, firsts, counts, FLOATS: tl.constexpr, MASKED: tl.constexpr, WORD: tl.constexpr,
+          BLOCK: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
+    """Add to ``counts`` (tensors) how many are zero, also -0.0 of ``FLOATS``; ``MASKED``: where the mask is True."""
     program, lanes = tl.program_id(0), tl.arange(0, BLOCK)
     for i in range(tl.load(firsts + program), tl.load(firsts + program + 1)):
         segment = segments + i * NUM_COLUMNS
-        numel, num_held = tl.load(segment + NUMEL), tl.zeros([BLOCK], tl.int32)
+        numel, num_zeros = tl.load(segment + NUMEL), tl.zeros([BLOCK], tl.int32)
         for start in range(0, numel, BLOCK):
             valid = in_tile(lanes, start, numel, BLOCK, ALIGNED)
-            num_held += (valid & (load(tl.load(segment + VALUES), start, lanes, valid, WORD, ALIGNED) == 0)).to(
-                tl.int32
-            )
-        add(counts + tl.load(segment + TENSOR), num_held)
+            words = load(tl.load(segment + VALUES), start, lanes, valid, WORD, ALIGNED)
+            is_zero = valid & ((words << 1 if FLOATS else words) == 0)
+            if MASKED:
+                is_zero &= load(tl.load(segment + OUT), start, lanes, valid, tl.int8, ALIGNED) != 0
+            num_zeros += is_zero.to(tl.int32)
+        add(counts + tl.load(segment + TENSOR), num_zeros)
 
 
 @triton.jit
@@ -53,15 +56,21 @@ def read_held(segments, firsts, counts, least, totals, WORD: tl.constexpr, BLOCK
 @triton.jit
 def mask(segments, firsts, WHERE: tl.constexpr, SIGNS: tl.constexpr, WORD: tl.constexpr, BLOCK: tl.constexpr,
          ALIGNED: tl.constexpr):  # fmt: skip
-    """Write +0.0 where the mask is ``WHERE``; ``SIGNS``: and -0.0 where it is not, and the number has become +0.0."""
+    """Write +0.0 where the mask is ``WHERE``; ``SIGNS`` 1: and -0.0 where it is not, and the number has become +0.0.
+
+    ``SIGNS`` -1: write +0.0 over every -0.0, and read no mask.
+    """
     program, lanes = tl.program_id(0), tl.arange(0, BLOCK)
     for i in range(tl.load(firsts + program), tl.load(firsts + program + 1)):
         segment = segments + i * NUM_COLUMNS
         numel = tl.load(segment + NUMEL)
         for start in range(0, numel, BLOCK):
             valid = in_tile(lanes, start, numel, BLOCK, ALIGNED)
-            goes = (load(tl.load(segment + OUT), start, lanes, valid, tl.int8, ALIGNED) != 0) == WHERE
             words = load(tl.load(segment + VALUES), start, lanes, valid, WORD, ALIGNED)
-            if SIGNS:
+            if SIGNS < 0:
+                goes = words << 1 == 0
+            else:
+                goes = (load(tl.load(segment + OUT), start, lanes, valid, tl.int8, ALIGNED) != 0) == WHERE
+            if SIGNS > 0:
                 words = tl.where(words == 0, -(1 << (WORD.primitive_bitwidth - 1)), words)
             store(tl.load(segment + VALUES), start, lanes, tl.where(goes, 0, words), valid, WORD, ALIGNED)
