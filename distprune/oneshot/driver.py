@@ -27,10 +27,11 @@ from distprune.collectives.tensors import broadcast_tensor
 from distprune.oneshot.report import LayerReport
 from distprune.oneshot.retarget import Aim, retarget, way_to_target
 from distprune.oneshot.rows import Rows
-from distprune.oneshot.solver import COMPUTED, Computed, Solved, Solver, as_keys
+from distprune.oneshot.solver import COMPUTED, SIZES, Computed, Solved, Solver, as_keys
 from distprune.patterns.base import Pattern, Ranked
+from distprune.patterns.unstructured import Unstructured
 from distprune.scores.base import Score, local_scores
-from distprune.shards.device import are_finite, fetched, own_settings
+from distprune.shards.device import are_finite, fetched, on_host, own_settings
 
 Clock = Callable[[str], AbstractContextManager[None]]
 _PRODUCTS = "X^T X"  # as it is sent, beside what a solver prepares
@@ -198,6 +199,9 @@ class _Input:
         of_weights = not isinstance(score, Computed)
         if pattern.is_by_row and not of_weights:
             return {name: pattern.of(self.rows[name].name).keep(as_keys(scores)) for name, scores in values.items()}
+        is_local = self.comm.size == 1 and not on_host(self.moments.squares.device) and score is SIZES
+        if is_local and isinstance(pattern, Unstructured) and pattern.scope == "tensor":  # one sort, no wait
+            return {name: pattern.keep_alone(self.rows[name].name, as_keys(sizes)) for name, sizes in values.items()}
         shards = [self.rows[name].shard(local) for name, local in values.items()]
         members = [Member(shard.name, shard.geometry.global_shape, str(shard.local.dtype)) for shard in shards]
         norms = self.moments.norms

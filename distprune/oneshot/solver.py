@@ -14,11 +14,11 @@ import torch
 from typing_extensions import override
 
 from distprune.calibration.moments import Moments, Needs
-from distprune.masks.in_place import zero_where_pruned
+from distprune.masks.in_place import zero_all_where_pruned
 from distprune.oneshot.rows import Rows
 from distprune.patterns.base import Pattern
 from distprune.scores.base import Elements, Score
-from distprune.shards.device import on_host, row_chunks
+from distprune.shards.device import on_host
 
 Figure: TypeAlias = torch.Tensor | float  # a tensor, of one element, is fetched with all others of a call
 
@@ -131,7 +131,5 @@ class Scored(Solver):
     def solve(self, rows: Mapping[str, Rows], moments: Moments, pattern: Pattern, choose: Choose) -> dict[str, Solved]:
         weights = {name: layer.weight for name, layer in rows.items()}
         keep = choose(weights, pattern.by_row() if self.by_row else pattern, self.score)
-        for name, weight in weights.items():
-            for part, mask in row_chunks(weight, keep[name]):
-                zero_where_pruned(part, mask)
+        zero_all_where_pruned([(weight, keep[name]) for name, weight in weights.items()])
         return {name: Solved(mask) for name, mask in keep.items()}

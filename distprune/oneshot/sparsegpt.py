@@ -114,8 +114,7 @@ class _Sweep:
 
     def sizes(self, start: int, stop: int, part: slice = slice(None)) -> torch.Tensor:
         """Return w^2 / [H^-1]_jj^2 of columns ``start`` to ``stop`` of rows ``part``, (rows, columns)."""
-        diagonal = self._upper.diagonal()[start:stop, None]
-        return (self.weight[start:stop, part] / diagonal).square_().t().contiguous()
+        return (self.weight[start:stop, part] / self._upper.diagonal()[start:stop, None]).square_().t().contiguous()
 
     def by_row(self, start: int, stop: int, pattern: Pattern) -> None:
         """Prune columns ``start`` to ``stop`` by the layers' own patterns; groups are decided as they come up."""
@@ -141,9 +140,8 @@ class _Sweep:
             return
         if self._on_gpu:
             for first in range(start, stop, group):
-                at = slice(first, first + group)
-                self.stays[at] = keep(at.start, at.stop).t()
-                sweep(self.weight.t(), self.stays.t(), upper, at)
+                self.stays[first : first + group] = keep(first, first + group).t()
+                sweep(self.weight.t(), self.stays.t(), upper, slice(first, first + group))
             return
         diagonal = upper.diagonal()[start:stop, None]
         scales, errors = torch.empty_like(block), torch.empty_like(block)  # 1 / [H^-1]_jj of what goes, 0 of what stays

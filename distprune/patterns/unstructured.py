@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from typing_extensions import override
 
 from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares, check_share
-from distprune.patterns.census import Competing, take_census
+from distprune.patterns.census import Competing, num_lowest, take_census
 from distprune.patterns.on_gpu import ElementsOnGpu, runs_on_gpu
 from distprune.patterns.within_rows import PerRow
 from distprune.scores.base import LocalScores
+from distprune.selection.highest import keep_highest_per_row
 from distprune.selection.host import Source
 from distprune.selection.radix import select_lowest
 from distprune.shards.matrix import Matrix
@@ -54,10 +56,13 @@ class Unstructured(Pattern):
     @override
     def choose(self, ranked: Ranked) -> Choice:
         """Every rank must call it. Rounds: one for the census, and those of ``select_lowest``."""
-        num_gone = [0] * len(ranked.numels)
-        if ranked.checks:
-            num_gone, _ = take_census(ranked, counts_gone=ranked.of_left)
+        num_gone = take_census(ranked, counts_gone=ranked.of_left)[0] if ranked.checks else [0] * len(ranked.numels)
         return choose_elements(ranked, self.sparsity, self.scope, num_gone)
+
+    def keep_alone(self, name: str, keys: torch.Tensor) -> torch.Tensor:
+        """Return what stays of ``keys``, integers, all of parameter ``name``, which competes with no other. Local."""
+        num = num_lowest(self.sparsity, [name], keys.numel(), 0, of_left=False)
+        return keep_highest_per_row(keys.view(1, -1), num).view_as(keys)
 
     @override
     def unit(self, matrix: Matrix) -> tuple[int, int]:
@@ -85,5 +90,4 @@ def choose_elements(ranked: Ranked, share: Shares, scope: Scope, num_gone: Seque
         in_place = on_gpu if on_gpu.reads_weights else None
         return Choice(on_gpu.thresholds, lambda s, out: on_gpu.write_masks([s], [out])[0], on_gpu.write_masks, in_place)
     selection = select_lowest(ranked.comm, competitions, lambda: [*map(source, ranked.scores)])
-    thresholds = competing.by_member(selection.thresholds)
-    return Choice(thresholds, lambda scores, out: selection.decide(source(scores), out))
+    return Choice(competing.by_member(selection.thresholds), lambda scores, out: selection.decide(source(scores), out))

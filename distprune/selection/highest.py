@@ -154,10 +154,11 @@ def _by_rows(
 ) -> torch.Tensor:
     """Return what ``choose`` writes of all rows, so many at a time that temporaries stay small.
 
-    ``units``: by which kernels do so of int32 on a GPU: one launch, for which nobody waits.
+    ``units``: by which kernels do so of int32 on a GPU: one launch, for which nobody waits. One row is sorted: a
+    program of theirs would read all of it.
     """
     keep = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
-    if units is not None and scores.dtype is torch.int32 and has_kernels(scores.device):
+    if units is not None and scores.dtype is torch.int32 and len(scores) > 1 and has_kernels(scores.device):
         totals = torch.zeros((1, 3), dtype=torch.int64, device=scores.device)
         Within([Piece(scores.contiguous(), out=keep)], units, _INT32, totals).write()
         return keep

@@ -65,6 +65,7 @@ CASES: list[tuple[int, Pattern]] = [
     (24, Quarters()),
     (140, PerRow({"one": 0.3, "none": 0.5, "other": 0.7})),
     (140, Unstructured(0.5)),
+    (140, Unstructured({"one": 0.3, "none": 0.5, "other": 10}, scope="tensor")),
     (72, Block(3, 0.4)),
 ]
 
@@ -91,9 +92,9 @@ def prune(rows: dict[str, Rows], moments: list[Moments], pattern: Pattern) -> Ma
 @pytest.mark.sampled(9)
 def test_equals_the_plain_loop(num_in: int, pattern: Pattern) -> None:
     of_both = []
-    for devices in ((), ("cpu",)):
+    for devices, where in (((), nullcontext()), (("cpu",), as_on_a_device())):
         rows, moments = layers(num_in)
-        with patch("distprune.kernels.available._DEVICES", devices):
+        with patch("distprune.kernels.available._DEVICES", devices), where:
             reports = prune(rows, moments, pattern)
         of_both.append((rows, reports))
     (plain, wanted), (found, reports) = of_both
