@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distprune.calibration.text import TextFile, draw_windows_of_text, is_drawn_by_place, open_text, tokens_of
+from distprune.models.decoder_blocks import text_config
 
 # That run together: the least and the most tokens, how many features their hidden states have, and logits in memory.
 _ON_HOST, _ON_DEVICE = (1, 8192, 1 << 21, 1 << 28), (8192, 65536, 1 << 25, 1 << 30)
@@ -79,16 +80,17 @@ def tokens_together(model: nn.Module, batch_tokens: int | None, num_copies: int 
     """Return how many tokens run in one forward of ``model``: ``batch_tokens``, or by default what it is fast with.
 
     That are as many as have 32 million features, of 8,192 to 65,536, which fill a device; on the CPU as many as have 2
-    million, which its cache holds, and 8,192 at most. ``num_copies``: of their logits, which must fit into memory.
-    Local.
+    million, which its cache holds, and 8,192 at most; so, too, if ``model`` is only planned for. ``num_copies``: of
+    their logits, which must fit into memory. Local.
 
     Raises:
         TypeError, ValueError: ``batch_tokens`` is no number of tokens.
     """
     if batch_tokens is None:
-        config = getattr(model, "config", None)
-        width, vocabulary = (getattr(config, name, None) or 1 for name in ("hidden_size", "vocab_size"))
-        least, most, features, logits = _ON_HOST if device_of(model).type == "cpu" else _ON_DEVICE
+        is_here, config = device_of(model).type in ("cpu", "meta"), text_config(model)
+        least, most, features, logits = _ON_HOST if is_here else _ON_DEVICE
+        width = getattr(config, "hidden_size", None) or features // 8192
+        vocabulary = getattr(config, "vocab_size", None) or 1
         fitting = logits // (vocabulary * num_copies) if num_copies else most
         return max(1, min(max(least, features // width), most, fitting))
     if isinstance(batch_tokens, bool) or not isinstance(batch_tokens, int):

@@ -122,11 +122,9 @@ def own_words(
         check_model(model)
         numbers = {"samples": samples, "sequence_length": sequence_length, "top_k": top_k, "seed": seed}
         device = device_of(bare)
-        if cache_memory is None:
-            is_alone = comm.size == 1 and device.type == "cuda"
-            memory = torch.cuda.get_device_properties(device).total_memory if is_alone else 0
-            cache_memory = max(_CACHE_MEMORY, memory // 8)
-        numbers["cache_memory"] = cache_memory
+        is_alone = comm.size == 1 and device.type == "cuda"
+        of_device = torch.cuda.get_device_properties(device).total_memory if is_alone else 0
+        numbers["cache_memory"] = room = max(_CACHE_MEMORY, of_device // 8) if cache_memory is None else cache_memory
         _check(bare, numbers, temperature, prompts)
         check_runs_on_tokens(bare)
         all_texts = texts_of(bare, tokenizer, prompts, samples, sequence_length, seed)
@@ -136,7 +134,7 @@ def own_words(
         digests = [token_digest(texts.prompts) for texts in all_texts]
         facts = {"asked": [numbers, temperature], "prompts": digests, "progress": progress is not None}
         windows = torch.zeros(samples, sequence_length, dtype=torch.int64, device="cpu")
-        is_gathered = num_bytes(bare) <= cache_memory
+        is_gathered = num_bytes(bare) <= room
         num_done, total = 0, sum(len(texts.prompts) * texts.num_steps for texts in all_texts)
     agree(comm, facts)
     sample_group = find_sample_group(comm, bare)
@@ -156,7 +154,7 @@ def own_words(
             num_texts = len(texts.prompts)
             written = torch.zeros(num_texts, texts.length, dtype=torch.int64, device="cpu")
             # All groups write about as many texts at a time, and all ranks run as many forwards.
-            num_rounds = -(-num_texts // (_batch_size(bare, texts.length, cache_memory) * num_groups))
+            num_rounds = -(-num_texts // (_batch_size(bare, texts.length, room) * num_groups))
             batches = torch.split(torch.arange(num_texts, device="cpu"), -(-num_texts // (num_rounds * num_groups)))
             for start in range(0, len(batches), num_groups):
                 at_once = batches[start : start + num_groups]

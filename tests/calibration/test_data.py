@@ -310,15 +310,16 @@ def test_every_part_has_as_many_batches(num_samples: int, num_parts: int, batch_
         assert all(len(batch.inputs["input_ids"]) == 1 for batch in batches[num_counted:])  # padding
 
 
-def test_how_many_tokens_run_together() -> None:
+def test_how_many_tokens_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
     assert tokens_together(model, None) == tokens_together(model, 8192)
     model.config.hidden_size = 4096  # type: ignore[union-attr]
     assert (tokens_together(model, None), tokens_together(model, 7)) == (512, 7)
     model.config.vocab_size = 1 << 18  # type: ignore[union-attr]
     assert [tokens_together(model, None, num) for num in (0, 1, 4)] == [512, 512, 256]
+    monkeypatch.setattr("distprune.calibration.data.device_of", lambda _: torch.device("cuda"))
     there = make_model()
-    there.weight = nn.Parameter(torch.empty(1, device="meta"))  # as on a device
+    assert tokens_together(there, None) == 8192
     for width, num in ((64, 65536), (2048, 16384), (8192, 8192)):
         there.config.hidden_size = width  # type: ignore[union-attr]
         assert tokens_together(there, None) == num
