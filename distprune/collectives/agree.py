@@ -151,10 +151,11 @@ def same_everywhere(comm: Communicator, value: Any, drawn: int = 0, error: Excep
     def fill(words: torch.Tensor) -> None:
         if error is not None:
             raise error
-        digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
-        digits = torch.frombuffer(bytearray(digest), dtype=torch.int64)[:_NUM_DIGEST_WORDS] >> 1
-        words[1:] = torch.cat([digits, -digits])
         words[0] = drawn if comm.rank == 0 else 0
+        if comm.size > 1:
+            digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
+            digits = torch.frombuffer(bytearray(digest), dtype=torch.int64)[:_NUM_DIGEST_WORDS] >> 1
+            words[1:] = torch.cat([digits, -digits])
 
     words = max_together(comm, (1 + 2 * _NUM_DIGEST_WORDS,), fill)
     # max(w) == -max(-w) on every word says that all ranks hold the same w.
