@@ -17,7 +17,7 @@ from distprune.kernels.available import kernels, launch, num_programs
 from distprune.shards.device import sent
 from distprune.shards.geometry import Geometry
 
-ScoreName = Literal["magnitude", "gradient", "taylor", "random", "keys"]
+ScoreName = Literal["magnitude", "gradient", "taylor", "random", "keys", "value"]
 IntArray = npt.NDArray[np.int64]
 
 _CONTIGUOUS = 1 << 62  # a run longer than any tensor
@@ -33,7 +33,7 @@ class Piece:
 
     They are runs of ``run``, whose flat indices are ``stride`` apart.
 
-    ``tensor``: the row of the totals. ``other``: the gradient, of as many elements. ``out``: a mask (bool) to write,
+    ``tensor``: the row of the totals. ``other``: gradients, or scores, of as many. ``out``: a mask (bool) to write,
     ``mask``: one that is given. ``zeroth``: the position of flat index 0 in the competition. ``seeds``: of random
     scores.
     """
@@ -176,5 +176,7 @@ def _table(kind: tuple[Any, ...], columns: Sequence[tuple[int, ...]], block: int
     language = kernels("tiles").tl
     constants = {"DTYPE": getattr(language, _NAMES[dtype]), "GRAD": getattr(language, _NAMES[other or dtype])}
     constants |= {"ALIGNED": is_aligned and block % 16 == 0, "CONTIGUOUS": is_contiguous}
-    words = np.concatenate([table.reshape(-1), np.searchsorted(cuts, by_program)])
-    return Table(words, table.size, (programs,), constants)
+    # All begin at multiples of 16 bytes: kernels are compiled for how pointers are aligned.
+    rest, firsts = np.zeros(table.size % 2, dtype=np.int64), np.searchsorted(cuts, by_program)
+    words = np.concatenate([table.reshape(-1), rest, firsts, firsts[: len(firsts) % 2]])
+    return Table(words, table.size + len(rest), (programs,), constants)

@@ -115,7 +115,8 @@ class UnitBox:
                 shape = [*sums.shape[:dim], bands.num, *sums.shape[dim + 1 :]]
                 zeros = torch.zeros(shape, dtype=torch.int64, device=values.device)
                 sums = zeros.index_add_(dim, band_of, sums)
-        return sums.view(-1).to(torch.int64) - wrapped(offset * num)
+        sums = sums.view(-1).to(torch.int64)
+        return sums - wrapped(offset * num) if offset else sums
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
         """Return the largest of ``values`` by unit, whose bands are even."""
@@ -160,7 +161,8 @@ class BlockUnits:
         for begin, lines, columns in self._parts:
             num, across = Bands.of(lines).num, Bands.of(columns)
             starts, most = np.searchsorted(lines, np.arange(num + 1)), chunk_size(device)
-            step = max(1, most // (1 if on_host(device) else 2) // (self._size * len(columns)))  # sums take more
+            parts = 1 if on_host(device) or self._size >= 8 else 2  # sums of small ones take more
+            step = max(1, most // parts // (self._size * len(columns)))
             for first in range(0, num, step):
                 last = min(first + step, num)
                 low, high = starts[[first, last]].tolist()

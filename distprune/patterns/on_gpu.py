@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
@@ -9,15 +10,15 @@ import torch
 from torch.autograd.graph import increment_version
 
 from distprune.collectives.agree import sum_together, together
+from distprune.kernels.available import num_programs
 from distprune.kernels.lowest import Keys, Lowest, Mark, Tuning
 from distprune.kernels.table import Piece, Table, pieces_of, tables_of
-from distprune.kernels.within import Units, Within
 from distprune.patterns.base import Ranked
 from distprune.patterns.census import Competing
 from distprune.scores.base import LocalScores
 from distprune.selection.order import Order
 from distprune.selection.radix import Competition, last_scores
-from distprune.shards.device import fetched
+from distprune.shards.device import batches, fetched
 
 _BLOCK = Tuning().block
 _CHUNK = 1 << 22  # elements whose keys are computed at a time: with temporaries, under 64 MiB
@@ -26,14 +27,19 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def keys_of_weights(ranked: Ranked, scores: Sequence[LocalScores], orders: Sequence[Order]) -> Keys | None:
-    """Return how kernels make keys of all of ``scores``, which are on one GPU; ``None``: they do not. Local."""
+    """Return how kernels make keys of all of ``scores``, which are on one GPU; ``None``: they do not. Local.
+
+    Of scores that kernels do not know they read what was computed, float32, beside the weights.
+    """
     name, marks, weights = ranked.score.kernel, {*map(_mark, scores)}, [each.shard.local for each in scores]
-    mark = marks.pop() if len(marks) == 1 else None
+    mark, is_known = marks.pop() if len(marks) == 1 else None, name is not None
+    if not is_known and mark != "left" and {order.value_dtype for order in orders} == {torch.float32}:
+        name = "value" if orders[0].ordered_by == "value" else "gradient"
     if name is None or mark is None:
         return None
     wide = name == "magnitude" and any(w.dtype is not o.value_dtype for w, o in zip(weights, orders, strict=True))
-    gone = 0 if name == "magnitude" and mark == "zeros" else -1
-    keys = Keys(name, gone, orders[0].last, mark, wide, checks_weights=not ranked.of_left)
+    gone = orders[0].gone if name == "value" else 0 if name == "magnitude" and mark == "zeros" else -1
+    keys = Keys(name, gone, orders[0].last, mark, wide, checks_weights=is_known and not ranked.of_left)
     gradients, masks = (
         [tensor for tensor in given if tensor is not None]
         for given in zip(*[_given(each, keys) for each in scores], strict=True)
@@ -54,7 +60,7 @@ def _mark(scores: LocalScores) -> Mark | None:
 def _given(scores: LocalScores, keys: Keys) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the gradient, and the mask of what was pruned before, or was not."""
     mask = scores.evidence["left"] if keys.marked == "left" else scores.gone if keys.marked == "masked" else None
-    return scores.evidence["gradient"] if keys.score in ("gradient", "taylor") else None, mask
+    return scores.evidence["gradient"] if scores.score.kernel in ("gradient", "taylor") else None, mask
 
 
 def pieces(scores: LocalScores, keys: Keys, tensor: int, out: torch.Tensor | None, **place: Any) -> list[Piece]:
@@ -63,20 +69,6 @@ def pieces(scores: LocalScores, keys: Keys, tensor: int, out: torch.Tensor | Non
     seeds = scores.score.seeds(shard.name) if keys.score == "random" else (0, 0)
     whole = Piece(shard.local, tensor, other=gradient, out=out, mask=mask, seeds=seeds, owned=shard.owned, **place)
     return pieces_of(shard.geometry, whole)
-
-
-def units_on_gpu(
-    scores: Sequence[LocalScores], units: Sequence[Units], keys: Keys, outs: Sequence[torch.Tensor | None]
-) -> tuple[list[Within], torch.Tensor]:
-    """Return what decides units that are whole in these shards, by kind, and the totals of each shard. Local.
-
-    ``outs``: masks to write; where there are none, zeros are written.
-    """
-    totals = torch.zeros((len(scores), 3), dtype=torch.int64, device=scores[0].device)
-    members: dict[Units, list[Piece]] = {}
-    for i, (each, unit, out) in enumerate(zip(scores, units, outs, strict=True)):
-        members.setdefault(unit, []).extend(pieces(each, keys, i, out))
-    return [Within(parts, unit, keys, totals) for unit, parts in members.items()], totals
 
 
 def runs_on_gpu(ranked: Ranked, competitions: Sequence[Competition]) -> bool:
@@ -101,24 +93,27 @@ class ElementsOnGpu:
         if 0 < num_others < ranked.comm.size:  # a rank's memory is scattered: keys are computed on all
             with together(ranked.comm):
                 self._prepare(None)
-        make = (lambda: self._tables) if self.reads_weights else (lambda: self._chunks(ranked.scores, None))
-        self._lowest.find(make, may_fail=not self.reads_weights)
+        self._lowest.find(lambda: self._tables or self._chunks(ranked.scores, None), may_fail=not self.reads_weights)
 
     def _look(self, num_others: torch.Tensor) -> None:
         scores = self._ranked.scores
-        self._prepare(keys_of_weights(self._ranked, scores, [self._order(each) for each in scores]))
-        num_others[0] = not self.reads_weights
+        read = keys_of_weights(self._ranked, scores, [self._order(each) for each in scores])
+        self._prepare(read)
+        num_others[0] = read is None
 
     def _prepare(self, read: Keys | None) -> None:
         """Take this rank's sample, by keys that kernels ``read`` or by computed ones. Local."""
         scores, order = self._ranked.scores, self._competitions[0].order
         num_lowest = [each.num_lowest for each in self._competitions]
         num_positions = [each.num_positions for each in self._competitions]
-        self.reads_weights = read is not None
+        self.reads_weights = read is not None and self._ranked.score.kernel is not None
         self._keys = read or Keys("keys", order.gone, order.last if order.has_nans else _MOST)
         self._lowest = Lowest(self._ranked.comm, scores[0].device, num_lowest, num_positions, self._keys)
         self._totals = torch.zeros((len(scores), 3), dtype=torch.int64, device=scores[0].device)
+        num = 0 if self.reads_weights else min(_CHUNK, sum(each.shard.geometry.local_numel for each in scores))
+        self._memory = torch.empty(num, dtype=torch.int32 if read is None else torch.float32, device=scores[0].device)
         self._tables = tables_of(self._pieces(scores, None), _BLOCK) if self.reads_weights else []
+        self._made: dict[int, list[Table]] = {}  # of what is computed at a time
         self._lowest.sample(self._tables or self._chunks(scores, None), in_place=self.reads_weights)
 
     def _order(self, scores: LocalScores) -> Order:
@@ -133,20 +128,32 @@ class ElementsOnGpu:
         return found
 
     def _chunks(self, scores: Sequence[LocalScores], outs: Sequence[torch.Tensor] | None) -> Iterator[Table]:
-        """Yield tables of keys that are computed chunk by chunk."""
-        for i, each in enumerate(scores):
-            competition, first = self._competing.place(each)
-            geometry, order = each.shard.geometry, self._order(each)
-            for start in range(0, geometry.local_numel, _CHUNK):
-                at = slice(start, min(start + _CHUNK, geometry.local_numel))
-                out = None if outs is None else outs[i][at]
-                keys = each.keys_at(order, at).to(torch.int32)
-                whole = Piece(keys, i, competition, first, out=out, owned=each.shard.owned)
-                yield from tables_of(pieces_of(geometry, whole, start), _BLOCK)
+        """Yield tables of what is computed, so many elements at a time, in one memory."""
+        numels, are_keys = [each.shard.geometry.local_numel for each in scores], self._keys.score == "keys"
+        starts = [(i, start) for i, num in enumerate(numels) for start in range(0, num, _CHUNK)]
+        items = (((i, start, num := min(_CHUNK, numels[i] - start)), num) for i, start in starts)
+        for number, batch in enumerate(batches(items, _CHUNK)):
+            end, found = 0, list[Piece]()
+            for i, start, num in batch:
+                each, at, end = scores[i], slice(start, start + num), end + num
+                computed = self._memory[end - num : end]
+                computed.copy_(each.keys_at(self._order(each), at) if are_keys else each.values(at).detach())
+                if number not in self._made:
+                    piece = Piece(computed, i, *self._competing.place(each), owned=each.shard.owned)
+                    if not are_keys:
+                        given = Piece(each.shard.local, mask=_given(each, self._keys)[1]).cut(at)
+                        piece = dataclasses.replace(piece, values=given.values, mask=given.mask, other=computed)
+                    piece.out = None if outs is None else outs[i][at]
+                    found += pieces_of(each.shard.geometry, piece, start)
+            if number not in self._made:
+                programs = max(num_programs(self._memory.device) // 8, 1)
+                self._made[number] = tables_of(found, _BLOCK, programs=programs)
+            yield from self._made[number]
 
     def write_masks(self, scores: Sequence[LocalScores], outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Write what stays of ``scores``, and return the counts of each: pruned, gone before, NaN. Local, one wait."""
         self._totals.zero_()
+        self._made = {}
         made = tables_of(self._pieces(scores, outs), _BLOCK) if self.reads_weights else self._chunks(scores, outs)
         for table in made:
             self._lowest.write(table, self._totals, writes_mask=True)

@@ -57,9 +57,10 @@ def table_of(scores: LocalScores, units: BlockUnits | ChannelUnits, grid: Grid |
     """Return the table of the units of a shard, on its device. Local."""
     table = empty_table(scores.score, len(units.numbers), grid, scores.device)
     for piece in units.pieces(scores.device):
-        part = table[:, piece.where]
+        part = table[:, piece.where]  # a view, or new
         _add(scores, part, piece, grid, member)
-        table[:, piece.where] = part
+        if isinstance(piece.where, torch.Tensor):
+            table[:, piece.where] = part
     return table
 
 
@@ -70,7 +71,7 @@ def _add(scores: LocalScores, table: torch.Tensor, piece: UnitBox, grid: Grid | 
     """
     score, gone = scores.score, scores.is_gone(piece.at)
     if gone is not None:
-        table[NUM_GONE] += piece.sums(gone)
+        table[NUM_GONE].add_(piece.sums(gone))
     if grid is None:
         return
     values, signed = _addends(scores, piece.at, gone), score.ordered_by != "magnitude"
@@ -81,9 +82,9 @@ def _add(scores: LocalScores, table: torch.Tensor, piece: UnitBox, grid: Grid | 
         return
     if grid.is_odd:
         infinite = values.isinf()
-        table[NUM_INFINITE] += piece.sums(infinite * values.sign().to(torch.int64))
+        table[NUM_INFINITE].add_(piece.sums(infinite * values.sign().to(torch.int64)))
         values = values.masked_fill(infinite, 0.0)
-    table[SUM] += piece.sums(*summable(values, grid.scales[member], grid.sizes[member], signed=signed))
+    table[SUM].add_(piece.sums(*summable(values, grid.scales[member], grid.sizes[member], signed=signed)))
 
 
 def _addends(scores: LocalScores, at: slice, gone: torch.Tensor | None = None) -> torch.Tensor:
@@ -101,14 +102,15 @@ def _addends(scores: LocalScores, at: slice, gone: torch.Tensor | None = None) -
 def _largest(scores: LocalScores, *, is_odd: bool = False) -> torch.Tensor:
     """Return the largest size of an addend, NaN if one is, and 0; ``is_odd``: of a finite one, and how many are NaN."""
     numel, step = scores.shard.geometry.local_numel, chunk_size(scores.device)
-    largest, num_nans = torch.zeros((2,), dtype=torch.float64, device=scores.device).unbind()
+    num_nans = torch.zeros((), dtype=torch.float64, device=scores.device)
+    largest = [num_nans.clone()]
     for start in range(0, numel, step):
         values = _addends(scores, slice(start, min(start + step, numel)))
         if is_odd:
             num_nans += values.isnan().sum()
             values = values.nan_to_num(0.0, 0.0, 0.0)
-        largest = torch.maximum(largest, torch.stack(torch.aminmax(values)).to(torch.float64).abs().amax())
-    return torch.stack([largest, num_nans])
+        largest += torch.aminmax(values)
+    return torch.stack([torch.stack([*largest]).abs().amax(), num_nans])
 
 
 def agree_on_grid(competing: Competing) -> Grid:
@@ -247,6 +249,6 @@ def write_units(
         piece.spread(stays[piece.where], out[piece.at])
         if not scores.regrows and (gone := scores.is_gone(piece.at)) is not None:
             torch.gt(out[piece.at], gone, out=out[piece.at])  # and not
-            counts[1] += count_true(gone)
+            counts[1].add_(count_true(gone))
     counts[0] = len(out) - count_true(out)
     return counts

@@ -17,13 +17,13 @@ from typing_extensions import override
 
 from distprune.collectives.agree import sum_together
 from distprune.kernels.available import has_kernels
-from distprune.kernels.lowest import Keys
+from distprune.kernels.table import Piece
 from distprune.kernels.within import Units, Within
 from distprune.patterns.base import Choice, Pattern, Ranked, check_share, shares_of
 from distprune.patterns.census import take_census
 from distprune.patterns.cut_bands import Answers, CutBands, CutPart, unpacked
 from distprune.patterns.local_units import IntArray, RowUnits
-from distprune.patterns.on_gpu import keys_of_weights, units_on_gpu
+from distprune.patterns.on_gpu import keys_of_weights, pieces
 from distprune.scores.base import LocalScores
 from distprune.selection.highest import keep_highest_per_row
 from distprune.selection.order import Order
@@ -205,7 +205,10 @@ class _UnitRules:
 
     def decide(self, scores: Sequence[LocalScores], outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Write what stays of each, and return its counts: see :class:`Choice`. Small ones of a kind go together."""
-        counts, kinds = self._decide_on_gpu(scores, outs), defaultdict[Any, list[int]](list)
+        (known, launches, totals), kinds = self._on_gpu(scores, outs), defaultdict[Any, list[int]](list)
+        for launch in launches:
+            launch.write()
+        counts = dict(zip(known, totals, strict=True))
         for i, each in enumerate(scores):
             if i not in counts:
                 kinds[(*self._rules[each.shard.name], self._length(each), each.device)].append(i)
@@ -239,28 +242,27 @@ class _UnitRules:
         counts[1] += _num_true(keys < order.first)
         counts[2] += _num_true(keys > order.last)
 
-    def _decide_on_gpu(self, scores: Sequence[LocalScores], outs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Decide those that kernels decide; return their counts, by place."""
-        known, keys = self._known(scores)
-        if keys is None:
-            return {}
-        dense, outs = [scores[i] for i in known], [outs[i] for i in known]
-        kinds, totals = units_on_gpu(dense, [*known.values()], keys, outs)
-        for kind in kinds:
-            kind.write()
-        return dict(zip(known, totals.unbind(), strict=True))
+    def _on_gpu(
+        self, scores: Sequence[LocalScores], outs: Sequence[torch.Tensor | None]
+    ) -> tuple[list[int], list[Within], torch.Tensor]:
+        """Return the places of those that kernels decide, the launches, and what they count of each.
 
-    def _known(self, scores: Sequence[LocalScores]) -> tuple[dict[int, Units], Keys | None]:
-        """Return how kernels decide, by place, those that they do, and the keys of all these; ``None``: of none."""
+        Masks are written into ``outs``; where there are none, zeros are written.
+        """
         known = dict[int, Units]()
         for i, each in enumerate(scores if has_kernels(*(each.device for each in scores)) else ()):
             kernel = self._rules[each.shard.name][0].kernel(each.shard.as_matrix())
             if kernel is not None and self.of(each).is_dense:
                 known[i] = kernel
-        dense = [scores[i] for i in known]
+        dense, members = [scores[i] for i in known], dict[Units, list[Piece]]()
         keys = keys_of_weights(self._ranked, dense, [self._rules[each.shard.name][1] for each in dense])
-        are_known = keys is not None and keys.marked not in ("masked", "left")  # the numbers of rows and groups differ
-        return known, keys if are_known else None
+        # Where some are marked, the numbers of rows and groups differ.
+        if keys is None or self._ranked.score.kernel is None or keys.marked in ("masked", "left"):
+            return [], [], torch.empty((0, 3), dtype=torch.int64, device="cpu")
+        totals = torch.zeros((len(known), 3), dtype=torch.int64, device=dense[0].device)
+        for row, (i, units) in enumerate(known.items()):
+            members.setdefault(units, []).extend(pieces(scores[i], keys, row, outs[i]))
+        return [*known], [Within(parts, units, keys, totals) for units, parts in members.items()], totals
 
     def zero(self) -> bool:
         """Write zeros where kernels decide all units of all ranks: two rounds of 16 bytes; one where they do not.
@@ -271,10 +273,8 @@ class _UnitRules:
         num_nans = torch.ones(1, dtype=torch.int64, device=scores[0].device)
 
         def look(num_others: torch.Tensor) -> None:
-            known, keys = self._known(scores)
-            num_others[0] = keys is None or len(known) < len(scores)
-            if keys is not None and not num_others[0]:
-                kinds[:], self._totals = units_on_gpu(scores, [*known.values()], keys, [None] * len(scores))
+            places, kinds[:], self._totals = self._on_gpu(scores, [None] * len(scores))
+            num_others[0] = len(places) < len(scores)
             for kind in kinds:
                 kind.count_nans()
                 if comm.size > 1:  # what fails, fails here: it is compiled, and writes nothing yet

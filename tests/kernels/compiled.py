@@ -44,7 +44,7 @@ def spilled(kernel: Any, constants: dict[str, Any], num_warps: int) -> int:
 
 def kernels() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
     """Yield the kernels as they are launched: by score, dtype and layout."""
-    scores = {"magnitude": 0, "gradient": 1, "taylor": 2, "random": 3, "keys": 4}
+    scores = {"magnitude": 0, "gradient": 1, "taylor": 2, "random": 3, "keys": 4, "value": 5}
     kinds = [*itertools.product(scores, (tl.float32, tl.bfloat16), (True, False)), ("magnitude", tl.float16, True)]
     for score, dtype, is_plain in kinds:
         if not is_plain and (dtype is not tl.float32 or score not in ("magnitude", "random")):
@@ -73,7 +73,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
                 {**tile, "WEIGHTS_TOO": True, "WRITES_MASK": writes_mask},
                 4,
             )
-        if score != "keys":
+        if score not in ("keys", "value"):
             yield f"count_nans {name}", rows.count_nans, {**tile, "WEIGHTS_TOO": True}, 4
         if score not in ("magnitude", "keys"):
             continue

@@ -20,6 +20,7 @@ from distprune.kernels.on_device.tiles import (
     START,
     STRIDE,
     TENSOR,
+    VALUE,
     ZEROTH,
     add,
     flat_index,
@@ -124,7 +125,7 @@ def count(segments, firsts, states, histogram, num_nans, last_key, BITS: tl.cons
                     above_low = (keys - first_key).to(tl.uint32, bitcast=True)
                     index = (above_low >> down << up).to(tl.int32, bitcast=True) + bin_of_place
                     counted = here & (above_low <= extent)
-                    if SCORE == KEYS:  # those of others are not negative, and differ by less than 2**31
+                    if (SCORE == KEYS) | (SCORE == VALUE):  # others are not negative, and differ by less than 2**31
                         counted &= keys >= first_key
                     tl.atomic_add(bins + first_bin + index, 1, counted, sem="relaxed")
                     below += (here & (keys < first_key)).to(tl.int32)

@@ -9,7 +9,8 @@ follow each other; the runs of a segment are as long as each other, and equally 
 import triton
 import triton.language as tl
 
-MAGNITUDE, GRADIENT, TAYLOR, RANDOM, KEYS = (tl.constexpr(i) for i in range(5))  # |w|, |g|, |w g|, a hash, given keys
+# |w|, |g|, |w g|, a hash, given keys, given scores with a sign; those without are as gradients.
+MAGNITUDE, GRADIENT, TAYLOR, RANDOM, KEYS, VALUE = (tl.constexpr(i) for i in range(6))
 
 # What was pruned before has the lowest key: nothing, zero weights, or where a mask is False. ``LEFT``: where a mask is
 # True is what was not dropped, which has the highest key.
@@ -104,8 +105,10 @@ def keys_of(segment, start, lanes, valid, last_key, SCORE: tl.constexpr, MARKED:
     """Return keys, and which are NaN; ``WEIGHTS_TOO``: or of NaN weights.
 
     ``WIDE``: those of float32, in which other dtypes compete.
-    What is ``MARKED`` has -1; but of magnitudes a zero has 0 in any case.
+    What is ``MARKED`` has -1, but beside scores with a sign one less than the lowest; of magnitudes a zero has 0 in
+    any case.
     """
+    GONE: tl.constexpr = -0x7F800001 if SCORE == VALUE else -1
     values = load(tl.load(segment + VALUES), start, lanes, valid, DTYPE, ALIGNED)
     if SCORE == KEYS:
         keys = values.to(tl.int32)
@@ -122,11 +125,13 @@ def keys_of(segment, start, lanes, valid, last_key, SCORE: tl.constexpr, MARKED:
                 scores = load(tl.load(segment + OTHER), start, lanes, valid, GRAD, ALIGNED).to(tl.float32)
                 keys, infinity = magnitude(values.to(tl.float32) * scores if SCORE == TAYLOR else scores)
                 is_nan |= valid & (keys > infinity)
+                if SCORE == VALUE:
+                    keys = tl.where(scores < 0, -keys, keys)
             if MARKED == ZEROS:
-                keys = tl.where(bits == 0, -1, keys)
+                keys, is_nan = tl.where(bits == 0, GONE, keys), is_nan & (bits != 0)
     if (MARKED == MASKED) | (MARKED == LEFT):
         is_marked = load(tl.load(segment + MASK), start, lanes, valid, tl.int8, ALIGNED) != 0
-        keys = tl.where(is_marked, keys, -1) if MARKED == MASKED else tl.where(is_marked, 0x7FFFFFFF, keys)
+        keys = tl.where(is_marked, keys, GONE) if MARKED == MASKED else tl.where(is_marked, 0x7FFFFFFF, keys)
         is_nan &= is_marked == (MARKED == MASKED)
     return keys, is_nan
 
