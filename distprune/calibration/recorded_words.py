@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 _ALIGNED = 16  # keys: of another number attention copies the mask
 _NUM_BEFORE = 3  # steps before there is a graph
 _LEAST = 16  # steps that are worth one
+_REACH = 256  # keys that steps of the first graph read
 
 
 def can_record(model: nn.Module, num_steps: int) -> bool:
@@ -52,6 +53,7 @@ def write_recorded(
     caches, num_given = sys.modules["transformers.cache_utils"], prompts.shape[1]
     texts = nn.functional.pad(prompts, (0, length - num_given))
     place = torch.full((1,), num_given, dtype=torch.int64, device=prompts.device)  # of the next token
+    reach = [max(_REACH, 2 * num_given)]  # as many keys a step reads, of those that there is room for
 
     def step(ids: torch.Tensor | None = None) -> None:
         ids = texts.index_select(1, place - 1) if ids is None else ids
@@ -62,7 +64,7 @@ def write_recorded(
     with ExitStack() as stack:
         functions: Any = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
         stack.callback(functions.__setitem__, "sdpa", functions["sdpa"])
-        functions["sdpa"] = partial(_attention, functions["sdpa"])
+        functions["sdpa"] = partial(_attention, functions["sdpa"], reach)
         try:
             cache = caches.StaticCache(config=model.config, max_cache_len=-(-length // _ALIGNED) * _ALIGNED)
             if {*map(type, cache.layers)} != {caches.StaticLayer}:  # others count tokens on the host
@@ -77,7 +79,11 @@ def write_recorded(
         for number in range(1, length - num_given + 1):
             if number > _NUM_BEFORE:
                 shuffle()
-                run()
+                if num_given + number - 1 > reach[0]:
+                    reach[0] *= 2
+                    run = recorded(step)
+                else:
+                    run()
             tell(number)
     return texts
 
@@ -101,12 +107,17 @@ def recorded(step: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def _attention(plain: Any, module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
-    """As ``plain``, transformers' attention; keys that heads share are read as they lie, without a copy for each."""
+def _attention(
+    plain: Any, reach: list[int], module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any
+) -> Any:
+    """As ``plain``, transformers' attention, but of one token: ``reach`` keys, in which heads that share some meet.
+
+    They are read as they lie, without a copy for each head.
+    """
     num, heads, length, width = query.shape
-    is_shared = length == 1 and heads > key.shape[1] and mask is not None and mask.shape[1] == 1
-    if not is_shared or kwargs.get("position_bias") is not None:
+    if length > 1 or mask is None or mask.shape[1] > 1 or kwargs.get("position_bias") is not None:
         return plain(module, query, key, value, mask, **kwargs)
+    key, value, mask = key[:, :, : reach[0]], value[:, :, : reach[0]], mask[..., : reach[0]]
     by_key = query.reshape(num, key.shape[1], -1, width)
     out = nn.functional.scaled_dot_product_attention(by_key, key, value, mask, scale=kwargs.get("scaling"))
     return out.reshape(num, 1, heads, -1), None

@@ -85,6 +85,7 @@ def test_steps_that_are_recorded(
     monkeypatch.setattr(own_words_module, "can_record", lambda *_: True)
     monkeypatch.setattr(own_words_module, "write_recorded", write)
     monkeypatch.setattr(recorded_words, "recorded", record)
+    monkeypatch.setattr(recorded_words, "_REACH", 8)
     recorded = own_words(model, 3, 40, top_k=1), own_words(model, 3, 40, prompts=samples(2, 7))
     assert written == [can and record is step_by_step] * len(written)
     assert torch.equal(recorded[0], words[0])
@@ -96,6 +97,7 @@ def test_steps_that_are_recorded(
 @pytest.mark.gpu
 def test_a_graph_writes_what_a_forward_says(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = tiny_model("llama").cuda()
+    monkeypatch.setattr(recorded_words, "_REACH", 8)  # several graphs
     words = own_words(model, 3, 40, seed=4, top_k=1)
     assert torch.equal(words, likeliest(model, words.cuda(), 1).cpu())
     monkeypatch.setattr(model, "generate", None)
