@@ -17,7 +17,7 @@ LINES = {
     "cli": (583, 410),
     "collectives": (675, 640),
     "jobs": (2014, 1280),
-    "kernels": (893, 800),
+    "kernels": (894, 800),
     "masks": (487, 470),
     "models": (887, 690),
     "oneshot": (1900, 1440),

@@ -58,7 +58,8 @@ def mask(segments, firsts, WHERE: tl.constexpr, SIGNS: tl.constexpr, WORD: tl.co
          ALIGNED: tl.constexpr):  # fmt: skip
     """Write +0.0 where the mask is ``WHERE``; ``SIGNS`` 1: and -0.0 where it is not, and the number has become +0.0.
 
-    ``SIGNS`` -1: write +0.0 over every -0.0, and read no mask.
+    ``SIGNS`` -1: write +0.0 over every -0.0, and read no mask. Where what is held is True, as a rule nothing changes
+    (after a step, and of gradients that were clipped): only what does is stored.
     """
     program, lanes = tl.program_id(0), tl.arange(0, BLOCK)
     for i in range(tl.load(firsts + program), tl.load(firsts + program + 1)):
@@ -71,6 +72,7 @@ def mask(segments, firsts, WHERE: tl.constexpr, SIGNS: tl.constexpr, WORD: tl.co
                 goes = words << 1 == 0
             else:
                 goes = (load(tl.load(segment + OUT), start, lanes, valid, tl.int8, ALIGNED) != 0) == WHERE
-            if SIGNS > 0:
-                words = tl.where(words == 0, -(1 << (WORD.primitive_bitwidth - 1)), words)
-            store(tl.load(segment + VALUES), start, lanes, tl.where(goes, 0, words), valid, WORD, ALIGNED)
+            negative: tl.constexpr = -(1 << (WORD.primitive_bitwidth - 1))
+            new = tl.where(goes, 0, tl.where(words == 0, negative, words) if SIGNS > 0 else words)
+            changes = valid & (new != words) if WHERE else valid
+            store(tl.load(segment + VALUES), start, lanes, new, changes, WORD, ALIGNED)
