@@ -275,13 +275,10 @@ def _text_bytes(model: nn.Module, length: int) -> int:
         value = getattr(config, name, None)
         return value if isinstance(value, int) and value > 0 else default
 
-    heads, width = size("num_attention_heads"), size("hidden_size", _UNKNOWN_WIDTH)
+    heads, width = size("num_attention_heads", 1), size("hidden_size", _UNKNOWN_WIDTH)
+    widths = 2 * size("num_key_value_heads", heads) * size("head_dim", width // heads)
     if size("qk_head_dim"):  # multi-head latent attention
         widths = heads * (size("qk_head_dim") + size("v_head_dim"))
-    elif heads:
-        widths = 2 * size("num_key_value_heads", heads) * size("head_dim", width // heads)
-    else:
-        widths = 2 * width
     element = max((p.element_size() for p in model.parameters() if p.is_floating_point()), default=4)
     of_cache = size("num_hidden_layers", _UNKNOWN_LAYERS) * widths * length * element
     return of_cache + _LOGIT_BYTES * vocabulary_of(model)
