@@ -283,9 +283,13 @@ def demo(bench: Bench) -> None:
     """The demo's model by default, or one of its sizes with random weights."""
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
     sizes |= {"head_dim": 64, "tie_word_embeddings": True}
-    is_there, rows = DEMO.exists() and not bench.is_small, []
+    is_there, columns = (
+        DEMO.exists() and not bench.is_small,
+        ("own words, s", "pruning, s", "first block, s", "the others, each"),
+    )
     what = "SmolLM2-135M" if is_there else "A model of SmolLM2-135M's sizes, random weights"
     say(f"## {what}, float32, 2:4 by default\n")
+    say(table(("windows", *columns), []))
     for num, length, num_words in [(2, 64, 2)] if bench.is_small else [(16, 256, 96), (128, 2048, 96)]:
         if is_there:
             from transformers import AutoModelForCausalLM
@@ -302,9 +306,9 @@ def demo(bench: Bench) -> None:
         note = lambda *_, done=done: done.append(time.perf_counter())  # noqa: E731
         pruned = bench.timed(partial(prune.prune_blocks, model, tokens, pattern="2:4", on_block=note))
         times = [written / 1e3, pruned / 1e3, done[0] - started, (done[-1] - done[0]) / (len(done) - 1)]
-        rows.append((f"{num} x {length}, and {num_words} own", *(f"{seconds:.2f}" for seconds in times)))
-        print(*rows[-1], f"{100 * prune.sparsity(model):.1f} % are zero", flush=True)
-    say(table(("windows", "own words, s", "pruning, s", "first block, s", "the others, each"), rows))
+        row = [f"{num} x {length}, and {num_words} own", *(f"{seconds:.2f}" for seconds in times)]
+        say(table(row, []).split("\n")[0])
+        print(f"{100 * prune.sparsity(model):.1f} % are zero", flush=True)
 
 
 def two_four(bench: Bench) -> None:
