@@ -14,7 +14,7 @@ from distprune.kernels.table import Piece, tables_of
 MOST_IN_GROUP = 32
 Units = tuple[str, int, int]  # ("groups", n, m), or ("rows", inputs, how many go)
 _LANES = 1024  # of a tile of groups, half of it for large ones: with more, registers spill
-_WIDEST = 1 << 13  # of a row that is one tile; a longer one is read again for each bit
+_WIDEST = 1 << 13  # of a row that is one tile, of 1,024 threads; a longer one is read again for each bit
 _BLOCK = 1024
 
 
@@ -39,7 +39,7 @@ class Within:
         else:
             width = min(1 << (first - 1).bit_length(), widest)
             self._tables = tables_of(pieces, first, row=first)
-            self._constants = {"IS_ONE": first <= width, "WIDTH": width, "num_warps": min(max(width // 256, 1), 16)}
+            self._constants = {"IS_ONE": first <= width, "WIDTH": width, "num_warps": max(width // 256, 1)}
             for table in self._tables:
                 table.constants["ALIGNED"] &= first % 16 == 0
 

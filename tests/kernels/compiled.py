@@ -87,7 +87,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
             row = {"IS_ONE": width < 8192 or is_plain, "WIDTH": width, "BITS": num_bits}
             for writes_mask in (True, False)[: 1 + (score != "keys")]:
                 how = {"WRITES_MASK": writes_mask, **kind, **row}
-                yield f"keep_in_rows {writes_mask} {width} {name}", rows.keep_in_rows, how, min(width // 256, 16)
+                yield f"keep_in_rows {writes_mask} {width} {name}", rows.keep_in_rows, how, width // 256
     yield "narrow", select.narrow, {"BITS": 12}, 8
     for word in (tl.int16, tl.int32):
         tile = {"WORD": word, "BLOCK": 1024, "ALIGNED": True}
