@@ -26,7 +26,7 @@ def test_it_runs_small_on_the_cpu(tmp_path: Path) -> None:
     assert not done.returncode, done.stdout + done.stderr
     report = (tmp_path / "report.md").read_text()
     assert not any(word in report for word in ("FAILED", "stopped", "left out"))
-    assert all(f"| {call} |" in report for call in CALLS)
+    assert all(f"| `{call}` |" in report for call in CALLS)
     assert report.count("\n## ") == len(bench_gpu.PARTS)
     assert len(report.splitlines()) <= 60
 
