@@ -170,6 +170,18 @@ def test_launches_and_waits_of_a_call(how: dict[str, Any]) -> None:
     assert waits.num_fetches <= 3  # one to choose; the others, of no tensors, do not wait
 
 
+@pytest.mark.usefixtures("interpreted")
+def test_scores_of_a_function_are_read_together() -> None:
+    """Those of small tensors are computed into one memory, of which one launch makes keys."""
+    nums = []
+    for num in (2, 154):
+        layers = nn.Sequential(*(nn.Linear(16, 2, bias=False) for _ in range(num)))
+        with patch("distprune.kernels.table.launch") as launched:
+            prune.prune_model(layers, 0.5, score=torch.square, include="*")
+        nums.append(launched.call_count)
+    assert 0 < nums[1] <= nums[0] + 1  # a pass more where positions have more bits
+
+
 def pruned_on_rank(_: int, score: str, shares: dict[str, Any]) -> list[torch.Tensor]:
     """Prune what FSDP2 shards unevenly, a matrix by columns, and a copy on each rank, by kernels."""
     import_module("tests.kernels.interpreted")
