@@ -70,7 +70,7 @@ def _heading(name: str) -> str:
         f"- Date: {datetime.date.today()}",
         f"- Hardware: {gpu}, {os.cpu_count()} CPU cores; one process",
         f"- Versions: Python {platform.python_version()}, {versions}",
-        "- Command: `bash benchmarks/gpu.sh`",
+        f"- Command: `{' '.join(['bash benchmarks/gpu.sh', *sys.argv[1:]])}`",
     ]
     return "\n".join(["# distprune on a GPU", "", *lines, ""])
 

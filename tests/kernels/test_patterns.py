@@ -43,7 +43,7 @@ def zeros(module: nn.Module) -> list[torch.Tensor]:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("kind", ["normal", "ties"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("score", ["magnitude", "random", torch.square], ids=str)
+@pytest.mark.parametrize("score", ["magnitude", "random", torch.square], ids=["magnitude", "random", "function"])
 @pytest.mark.parametrize("pattern", ["2:4", "3:8", "row"])
 @pytest.mark.sampled(7)
 def test_rows_and_groups(pattern: str, score: Any, dtype: torch.dtype, kind: str) -> None:
