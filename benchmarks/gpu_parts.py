@@ -170,7 +170,7 @@ def llama(bench: Bench, num_blocks: int, dtype: torch.dtype, vocabulary: int = 3
     """Return a Llama with random weights and blocks of 2,048 and 5,504 channels."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    hidden, inner, heads = (32, 64, 4) if bench.is_small else (2048, 5504, 16)
+    hidden, inner, heads = (16, 32, 2) if bench.is_small else (2048, 5504, 16)
     default = {"hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads}
     default |= {"num_key_value_heads": heads // 2, "vocab_size": 64 if bench.is_small else vocabulary}
     config = LlamaConfig(**(default | sizes), num_hidden_layers=num_blocks, max_position_embeddings=4096)
