@@ -89,7 +89,7 @@ def _run(part: str, is_small: bool, limit: float) -> tuple[list[str], str | None
     """Run ``part``, and print what it does; return its lines, and what went wrong."""
     if limit < 10:
         return _left_out(part, "there is no time left")
-    command = [sys.executable, str(ROOT / "benchmarks/gpu_parts.py"), part, *(["--small"] if is_small else [])]
+    command = [sys.executable, "-m", "benchmarks.gpu_parts", part, *(["--small"] if is_small else [])]
     if part == "tests":
         if missing := [package for package in ("pytest", "hypothesis", "allpairspy") if find_spec(package) is None]:
             return _left_out(part, f"needs {', '.join(missing)}")
