@@ -72,7 +72,7 @@ def counted_waits() -> Iterator[Waits]:
             return func(*args, **(kwargs or {}))
 
     def fetch(tensors: Any) -> Any:
-        waits.num_fetches += 1
+        waits.num_fetches += bool(tensors)
         return original(tensors)
 
     original = device.fetched

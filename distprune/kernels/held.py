@@ -61,8 +61,10 @@ def count_zeros(tensors: Sequence[torch.Tensor], within: Sequence[torch.Tensor] 
             table.run(kernels("hold").count, memory, FLOATS=kinds == {(True, False)}, MASKED=within is not None)
         counts = [*memory.unbind()]
     for i in others:
-        for (_, values), (_, mask) in zip(flat_chunks(tensors[i]), flat_chunks((within or tensors)[i]), strict=True):
-            counts[i] = counts[i] + count_true(is_zero(values) if within is None else is_zero(values) & mask)
+        zeros = (is_zero(values) for _, values in flat_chunks(tensors[i]))
+        if within is not None:
+            zeros = (zero & mask for zero, (_, mask) in zip(zeros, flat_chunks(within[i]), strict=True))
+        counts[i] = sum(map(count_true, zeros), start=counts[i])
     return [*map(int, fetched(counts))]
 
 
@@ -88,28 +90,26 @@ def zero_where_masked(shards: Sequence[Masked], where: bool, known: Tables, *, s
 
 @final
 class Tables:
-    """Of tensors on one device, each with its mask: made anew where one is elsewhere than the time before."""
+    """Of tensors, by device, each with its mask: made anew where one is elsewhere than the time before."""
 
     def __init__(self) -> None:
-        self._places: object = None
-        self._tables: list[Table] = []
-        self._others: list[int] = []
+        self._known: dict[torch.device, tuple[object, list[Table], list[int]]] = {}
 
     def of(self, shards: Sequence[Masked]) -> tuple[list[Table], list[int]]:
-        """Return tables, and which of ``shards`` are in none, as kernels cannot take them."""
-        places = [(local.data_ptr(), mask.data_ptr(), local.is_contiguous()) for local, mask in shards]
-        if places != self._places:
-            self._places, self._others, pieces = places, [], []
+        """Return tables, and which of ``shards``, all on one device, are in none, as kernels cannot take them."""
+        device = shards[0][0].device
+        places = [(local.data_ptr(), mask.data_ptr(), local.dtype, local.is_contiguous()) for local, mask in shards]
+        before, tables, others = self._known.get(device, (None, [], []))
+        if places != before:
+            pieces, others = list[Piece](), []
             for i, (local, mask) in enumerate(shards):
-                if has_kernels(local.device) and local.is_contiguous() and mask.is_contiguous():
+                if has_kernels(device) and local.is_contiguous() and mask.is_contiguous():
                     pieces.append(Piece(bits_of(local.detach()).view(-1), i, out=mask.view(-1)))
                 else:
-                    self._others.append(i)
-            self._tables = tables_of(pieces, _BLOCK)
-            for made in self._tables:
-                made.constants = {
-                    "WORD": made.constants["DTYPE"],
-                    "ALIGNED": made.constants["ALIGNED"],
-                    "BLOCK": _BLOCK,
-                }
-        return self._tables, self._others
+                    others.append(i)
+            tables = tables_of(pieces, _BLOCK)
+            for made in tables:
+                given = made.constants
+                made.constants = {"WORD": given["DTYPE"], "ALIGNED": given["ALIGNED"], "BLOCK": _BLOCK}
+            self._known[device] = places, tables, others
+        return tables, others

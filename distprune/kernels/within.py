@@ -30,7 +30,8 @@ class Within:
         widest: int = _WIDEST,
     ) -> None:  # fmt: skip
         kind, first, second = units
-        self._keys, self._totals, self._is_groups = keys, totals, kind == "groups"
+        # Tables have only the addresses of pieces: they are kept.
+        self._keys, self._totals, self._pieces, self._is_groups = keys, totals, pieces, kind == "groups"
         self._numbers: tuple[int, ...] = () if self._is_groups else (first, second)
         if self._is_groups:
             groups = max((lanes if second <= 16 else lanes // 2) >> (second - 1).bit_length(), 1)

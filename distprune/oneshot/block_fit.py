@@ -275,7 +275,8 @@ class _Fit:
             self._adam.param_groups[0]["lr"] = rate
             self._adam.step()
             for value, its_rate, local in zip(self._values, self._rates, self._locals, strict=True):
-                torch.mul(value, its_rate, out=local)
+                if its_rate:  # else it does not move
+                    torch.mul(value, its_rate, out=local)
 
     @torch.no_grad()
     def finish(self, steps: Sequence[Batch]) -> None:

@@ -42,11 +42,11 @@ class Held:
 
     def __init__(self, shard: LocalShard) -> None:
         self.zeros = torch.zeros(shard.geometry.local_shape, dtype=torch.bool, device=shard.local.device)
-        self.num_held = 0
+        self.num_held, self.expects_others = 0, False  # with others: however few there are
         self.is_new = True  # state of an optimizer may not be clean where weights are held
         self.may_be_foreign = True  # others have written the weights: the sign of a zero says nothing
         self.version: tuple[int, int] | None = None  # of the weights that ``zeros`` was read from
-        self.shard = shard
+        self.shard, self._is_on_host = shard, on_host(self.zeros.device)
 
     def current_version(self) -> tuple[int, int] | None:
         """Return the versions of the parameter and of its local tensor: a ``DTensor`` counts apart from its own.
@@ -63,7 +63,7 @@ class Held:
     @property
     def fewest(self) -> int:
         """How many zeros there must be: with fewer, they were overwritten."""
-        return math.ceil(self.num_held * _MOST_LEFT)
+        return 0 if self.expects_others else math.ceil(self.num_held * _MOST_LEFT)
 
     def mask_gradient(self) -> None:
         """Write zeros into the gradient of the parameter where weights are held."""
@@ -72,6 +72,7 @@ class Held:
         part = self.gradient(ParameterRange(parameter, 0, self.shard.geometry.local_shape))
         if part is not None:
             zero_where_pruned(part.data, self.zeros, where=True)  # not counted: FSDP2's are views of one tensor
+        if part is not None and not self._is_on_host:
             vars(parameter.grad)[_MASKED] = part._version
 
     def gradient(self, where: ParameterRange) -> torch.Tensor | None:
@@ -84,10 +85,9 @@ class Held:
         gradient = where.parameter.grad
         if gradient is not None and gradient.is_sparse:
             gradient._values().mul_((~self.zeros[tuple(gradient._indices())]).to(gradient.dtype))
-        if gradient is None or self.is_new or on_host(gradient.device) or gradient._is_view():
+        if gradient is None or self._is_on_host or self.is_new or gradient._is_view():
             return gradient_of(where)
-        is_masked = vars(gradient).get(_MASKED) == local_of(gradient)._version
-        return None if is_masked else gradient_of(where)
+        return None if vars(gradient).get(_MASKED) == local_of(gradient)._version else gradient_of(where)
 
     def moments(self, where: ParameterRange, state: dict[str, object]) -> Iterator[torch.Tensor]:
         """Yield what is per element of an optimizer's ``state``, to be masked; what is packed is masked here."""
@@ -132,7 +132,7 @@ class HeldTogether:
                 read += zip(several, counts.tolist(), strict=True)
         for held, (num_changed, num_held, _) in read:
             held.num_held, held.is_new = num_held, held.is_new or num_changed > 0
-            held.version = held.current_version()
+            held.version, held.expects_others = held.current_version(), False
         if lost := [held for held, (*_, has_too_few) in read if has_too_few]:
             _warn_of_overwritten(lost)
 
@@ -142,10 +142,10 @@ class HeldTogether:
         If all that is held is +0.0 there too, they are from a training like this one.
         """
         foreign = [held for held in self.held if held.may_be_foreign]
-        if known := [held for held in foreign if held.num_held]:
-            nums = count_zeros([bits_of(held.shard.local) for held in known], [held.zeros for held in known])
-            known = [held for held, num in zip(known, nums, strict=True) if num == held.num_held]
-        make_zeros_positive([held.shard.local for held in foreign if held not in known])
+        known = [held for held in foreign if held.num_held]
+        counts = count_zeros([bits_of(held.shard.local) for held in known], [held.zeros for held in known])
+        nums = dict(zip(map(id, known), counts, strict=True))
+        make_zeros_positive([held.shard.local for held in foreign if nums.get(id(held)) != held.num_held])
         for held in foreign:
             held.may_be_foreign, held.version = False, None
 

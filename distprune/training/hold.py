@@ -245,7 +245,7 @@ class Hold(OnSteps):
     def expect_others(self) -> None:
         """Hold the zeros that are there at the next step in the place of those now, however few they are. Local."""
         for held in self._binding.held:
-            held.num_held, held.version = 0, None
+            held.expects_others, held.version = True, None
 
     def counts(self) -> Counts:
         """Return how many weights are held, over all ranks. Every rank must call it: as :meth:`counts_by_name`."""

@@ -165,6 +165,20 @@ def test_an_error_on_one_rank_is_raised_on_all(pool: ProcessPool, fault: str, me
         assert all(torch.equal(weights[name], p) for name, p in first.items())  # as before the fit
 
 
+def test_what_has_no_rate_stays() -> None:
+    """Biases move as fast as their weights: not at all where these are all 0."""
+    model, seen = tiny_model("gpt2", n_layer=1), list[torch.Tensor]()
+    layer: Any = decoder_blocks(model)[0][1].get_submodule("mlp.c_fc")
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.bias.fill_(0.5)
+    layer.register_forward_pre_hook(lambda module, _: seen.append(module.bias.detach().clone()))
+    fit = prune_blocks(model, TOKENS, **HOW).blocks[0].fit
+    assert fit is not None
+    assert len(seen) > 2 * len(TOKENS) // batch_size(len(TOKENS))
+    assert all(bool((bias == 0.5).all()) for bias in seen)
+
+
 def test_what_blocks_share_stays() -> None:
     model = tiny_model("llama")
     first, second = (of for _, of in decoder_blocks(model)[:2])

@@ -93,6 +93,24 @@ def test_a_state_of_others_is_loaded() -> None:
     assert torch.equal(model.weight == 0, state["weight"] == 0)
 
 
+def test_a_state_of_before_is_loaded_after_regrowth() -> None:
+    """Its signs speak: it is from the same training."""
+    with drawing(0):
+        model = nn.Linear(16, 16, bias=False)
+    prune.prune_model(model, 0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    hold = hold_zeros(model, optimizer)
+    with torch.no_grad():
+        model.weight[model.weight > 0] = -0.0  # kept
+    model(torch.ones(1, 16)).sum().backward()
+    optimizer.step()
+    before, state = hold.counts(), {"weight": model.weight.detach().clone()}
+    hold.regrow(0.2, seed=1)
+    model.load_state_dict(state)
+    assert hold.counts() == before
+    assert before.sparsity == 0.5
+
+
 def natural_on_rank(_: int, layout: str) -> None:
     """Half of the zeros of a unit matrix lie on each rank: no rank judges by its own part."""
     model = transformer()
