@@ -87,11 +87,10 @@ def tokens_together(model: nn.Module, batch_tokens: int | None, num_copies: int 
         TypeError, ValueError: ``batch_tokens`` is no number of tokens.
     """
     if batch_tokens is None:
-        is_here, config = device_of(model).type in ("cpu", "meta"), text_config(model)
-        least, most, features, logits = _ON_HOST if is_here else _ON_DEVICE
+        config = text_config(model)
+        least, most, features, logits = _ON_HOST if device_of(model).type in ("cpu", "meta") else _ON_DEVICE
         width = getattr(config, "hidden_size", None) or features // 8192
-        vocabulary = getattr(config, "vocab_size", None) or 1
-        fitting = logits // (vocabulary * num_copies) if num_copies else most
+        fitting = logits // ((getattr(config, "vocab_size", None) or 1) * num_copies) if num_copies else most
         return max(1, min(max(least, features // width), most, fitting))
     if isinstance(batch_tokens, bool) or not isinstance(batch_tokens, int):
         raise TypeError(f"batch_tokens must be a number of tokens, not {batch_tokens!r}")
@@ -115,6 +114,14 @@ def check_fit(token_ids: torch.Tensor, model: nn.Module, length: int | None = No
         wrong = high if high >= vocabulary else low
         raise ValueError(
             f"token id {wrong} is outside the model's vocabulary of {vocabulary}; is the tokenizer another model's?"
+        )
+
+
+def check_logits(logits: torch.Tensor, vocabulary: int | None) -> None:
+    """Raise a NotImplementedError if not all of ``logits`` (..., ``vocabulary``) are on this rank. Local."""
+    if isinstance(logits, DTensor) or (vocabulary is not None and logits.shape[-1] < vocabulary):
+        raise NotImplementedError(
+            f"logits are cut: {tuple(logits.shape)} on this rank; let the tensor-parallel plan replicate them"
         )
 
 
@@ -186,11 +193,3 @@ class WindowBatches:
 def _seed_of(seed: int, number: int) -> int:
     """Return a seed for what has a ``number``: of 32 bits, which torch's generator takes. Local."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{number}".encode()).digest()[:4])
-
-
-def check_logits(logits: torch.Tensor, vocabulary: int | None) -> None:
-    """Raise a NotImplementedError if not all of ``logits`` (..., ``vocabulary``) are on this rank. Local."""
-    if isinstance(logits, DTensor) or (vocabulary is not None and logits.shape[-1] < vocabulary):
-        raise NotImplementedError(
-            f"logits are cut: {tuple(logits.shape)} on this rank; let the tensor-parallel plan replicate them"
-        )

@@ -211,6 +211,7 @@ def _generating(
     generator = torch.Generator(device_of(model)).manual_seed(seed)
 
     def generate(prompts: torch.Tensor, length: int, tell: Callable[[int], None]) -> torch.Tensor:
+        nonlocal records
         num_steps, device = length - prompts.shape[1], prompts.device
         are_numbers = torch.ones((), dtype=torch.bool, device=device)
         noise = torch.empty((len(prompts), min(top_k, vocabulary)), dtype=torch.float32, device=device)
@@ -234,6 +235,7 @@ def _generating(
         texts: torch.Tensor | None = None
         if records and can_record(model, num_steps):
             texts = write_recorded(model, prompts, length, shuffle, draw, tell)
+            records = texts is not None
         if texts is None:
             texts = anything.generate(
                 prompts,
@@ -280,5 +282,4 @@ def _text_bytes(model: nn.Module, length: int) -> int:
     if size("qk_head_dim"):  # multi-head latent attention
         widths = heads * (size("qk_head_dim") + size("v_head_dim"))
     element = max((p.element_size() for p in model.parameters() if p.is_floating_point()), default=4)
-    of_cache = size("num_hidden_layers", _UNKNOWN_LAYERS) * widths * length * element
-    return of_cache + _LOGIT_BYTES * vocabulary_of(model)
+    return size("num_hidden_layers", _UNKNOWN_LAYERS) * widths * length * element + _LOGIT_BYTES * vocabulary_of(model)

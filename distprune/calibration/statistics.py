@@ -289,7 +289,7 @@ def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     if x.is_cuda and len(x) and _HAS_OUT_DTYPE:
         if x.dtype == y.dtype and x.dtype in (torch.bfloat16, torch.float16):
             return torch.mm(x.t(), y, out_dtype=torch.float32)
-        if (x.dtype, y.dtype) == (torch.bfloat16, torch.float32):  # what differs of such numbers has two such parts
+        if (x.dtype, y.dtype) == (torch.bfloat16, torch.float32):  # a difference of two such: as two, to 16 bits
             high = y.bfloat16()
             return product(x, high).add_(product(x, (y - high).bfloat16()))
     return x.float().t() @ y.float()

@@ -183,7 +183,7 @@ class CalibratedJob(Job):
         targets: Aim at each layer's own output, or at the dense model's (the default of admm and of obs).
         target_share: How much of the way to the dense model's output (half of it).
         offload: Keep activations on the CPU between blocks.
-        batch_tokens: Tokens that run together, or one window (8192 to 65536; on the CPU fewer).
+        batch_tokens: Tokens that run together, or one window (8192 to 65536; fewer on the CPU).
     """
 
     calibration: str = ask(default=SELF, is_file=True, metavar="PATH|self", panel=CALIBRATION)

@@ -66,7 +66,7 @@ class Piece:
 
 
 def pieces_of(geometry: Geometry, whole: Piece, begin: int = 0) -> list[Piece]:
-    """Return the local elements from ``begin`` on, ``whole``, as pieces: one, where its runs are equally far apart."""
+    """Return ``whole``, the local elements from ``begin`` on, as pieces: itself, if its runs are equally far apart."""
     numel, pieces = whole.values.numel(), []
     for at, flat, run, stride in _parts(geometry):
         low, high = max(at.start, begin), min(at.stop, begin + numel)

@@ -20,12 +20,12 @@ def zero_where_pruned(local: torch.Tensor, mask: torch.Tensor, *, where: bool = 
 
     On the host chunk by chunk; on a device one operation, which needs no memory.
     """
-    if local.is_complex() or (where and not on_host(local.device)):
-        local.detach().masked_fill_(mask if where else ~mask, 0)
-    elif on_host(local.device):
-        for values, flags in _chunks(bits_of(local.detach()), mask.view(torch.int8)):
-            values *= flags ^ 1 if where else flags  # as integers: 0 has the bits of 0.0
+    if on_host(local.device) and not local.is_complex():
+        for values, flags in _chunks(bits_of(local.detach()), mask):
+            values *= (~flags if where else flags).view(np.int8)  # as integers: 0 has the bits of 0.0
         increment_version(local)  # numpy does not
+    elif where or local.is_complex():
+        local.detach().masked_fill_(mask if where else ~mask, 0)
     else:
         bits_of(local.detach()).mul_(mask)
 
@@ -100,7 +100,7 @@ def _has_zeros(bits: torch.Tensor, least: int) -> bool:
 
 
 @torch.no_grad()
-def write_signed_zeros(local: torch.Tensor, mask: torch.Tensor, *, where: bool = True) -> None:
+def write_signed_zeros(local: torch.Tensor, mask: torch.Tensor, *, where: bool) -> None:
     """Write +0.0 where ``mask`` is ``where``, and -0.0 over a +0.0 where it is not. Local, chunk by chunk.
 
     So the bits of ``local`` say which weights are kept.
@@ -108,12 +108,12 @@ def write_signed_zeros(local: torch.Tensor, mask: torch.Tensor, *, where: bool =
     bits = bits_of(local)
     negative_zero = torch.iinfo(bits.dtype).min
     for values, flags in _chunks(bits, mask):
-        zeros = flags if where else ~flags
-        if where and on_host(local.device) and np.array_equal(values == 0, zeros):
+        if where and on_host(local.device) and np.array_equal(values == 0, flags):
             continue  # as a rule, after a step: a write would take longer than the read
-        values *= ~zeros
-        _fill(values, (values == 0) & ~zeros, negative_zero)
-    increment_version(local)
+        kept = ~flags if where else flags
+        values *= kept
+        _fill(values, (values == 0) & kept, negative_zero)
+        increment_version(local)
 
 
 @torch.no_grad()

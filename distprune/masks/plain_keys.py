@@ -92,7 +92,7 @@ def _masked(original: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     keep = local_mask(original, mask) if isinstance(original, DTensor) else local_of(mask)
     values = local_of(original)
     values = values.clone() if keep.dtype is torch.bool else values * keep.to(values)
-    write_signed_zeros(values, (keep == 0).to(values.device))
+    write_signed_zeros(values, (keep != 0).to(values.device), where=False)
     return dtensor_like(original, values) if isinstance(original, DTensor) else values
 
 

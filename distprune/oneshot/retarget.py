@@ -55,9 +55,8 @@ def retarget(rows: Mapping[str, Rows], way: Mapping[str, torch.Tensor], aim: Aim
     Weights that are 0 stay so. Arithmetic is float32.
     """
     for name, layer in rows.items() if way else ():
-        change = layer.weight
-        if name in way:
-            change = torch.cat([way[name][:0], *(way[name][start:stop] for start, stop in layer.runs)])
-        for weight, part in row_parts(layer.weight, change):
-            beyond = part if name in way else part.float() @ way[_SHIFT]
+        changes = [way[name][start:stop] for start, stop in layer.runs] if name in way else None
+        parts = layer.weight if changes is None else torch.cat([way[name][:0], *changes])
+        for weight, part in row_parts(layer.weight, parts):
+            beyond = part.float() @ way[_SHIFT] if changes is None else part
             weight.add_(beyond.masked_fill(weight == 0, 0).to(weight.dtype), alpha=aim.share)

@@ -105,8 +105,8 @@ class _Sweep:
 
     def __init__(self, rows: Mapping[str, Rows], upper: torch.Tensor, dead: torch.Tensor) -> None:
         self._rows, self._upper, self._on_gpu = rows, upper, has_kernels(upper.device)
-        weight = torch.cat([layer.weight.t().float() for layer in rows.values()], dim=1)
-        self.weight = weight.t().contiguous().t() if self._on_gpu else weight.contiguous()
+        weight = torch.cat([layer.weight.float() for layer in rows.values()]).t()
+        self.weight = weight if self._on_gpu else weight.contiguous()
         self.weight.masked_fill_(dead[:, None], 0)
         self.stays = torch.ones_like(self.weight, dtype=torch.bool)
         ends = [0, *accumulate(len(layer.weight) for layer in rows.values())]

@@ -127,9 +127,9 @@ class InPlace(Protocol):
     """What writes zeros into the weights themselves."""
 
     def zero(self) -> bool:
-        """Write them, if no score is NaN on any rank; return whether kernels could. Every rank must call it: no wait.
+        """Write them, if no score is NaN on any rank; return whether kernels could. Every rank must call it.
 
-        What fails raises on every rank, and nothing is changed.
+        What fails raises on every rank; with several, before anything is changed.
         """
 
     def counts(self) -> torch.Tensor:

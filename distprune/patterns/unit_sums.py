@@ -110,7 +110,7 @@ def _largest(scores: LocalScores, *, is_odd: bool = False) -> torch.Tensor:
             num_nans += values.isnan().sum()
             values = values.nan_to_num(0.0, 0.0, 0.0)
         largest += torch.aminmax(values)
-    return torch.stack([torch.stack([*largest]).abs().amax(), num_nans])
+    return torch.stack([torch.stack(largest).abs().amax(), num_nans])
 
 
 def agree_on_grid(competing: Competing) -> Grid:

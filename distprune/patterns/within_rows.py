@@ -49,7 +49,7 @@ class WithinRows(Pattern):
     @override
     def choose(self, ranked: Ranked) -> Choice:
         """Every rank must call it. Rounds: one for the census; no other where all units are whole on their ranks, but
-        two of 16 bytes where kernels of a GPU write zeros.
+        one of 16 bytes on GPUs, and one of 8 where kernels write zeros.
 
         Otherwise three (see ``CutBands``) for every parameter with cut units, or for small ones of 8 MiB a rank. A rank
         sends its own elements of cut units, at most once, to ranks that hold parts of the same parameter.
@@ -59,8 +59,8 @@ class WithinRows(Pattern):
             _, num_bytes = take_census(ranked, num_cut=units.num_cut_bytes)
             for members in CutBands.batches(ranked.roster, num_bytes):
                 units.exchange(members)
-        none, in_place = [None] * len(ranked.numels), units if ranked.on_gpu else None
-        return Choice([*none], lambda each, out: units.decide([each], [out])[0], units.decide, in_place)
+        in_place, decide = units if ranked.on_gpu and ranked.score.kernel is not None else None, units.decide
+        return Choice([*[None] * len(ranked.numels)], lambda each, out: decide([each], [out])[0], decide, in_place)
 
 
 @final
@@ -249,15 +249,15 @@ class _UnitRules:
 
         Masks are written into ``outs``; where there are none, zeros are written.
         """
-        known = dict[int, Units]()
-        for i, each in enumerate(scores if has_kernels(*(each.device for each in scores)) else ()):
+        known, has_kernel = dict[int, Units](), self._ranked.score.kernel is not None
+        for i, each in enumerate(scores if has_kernel and has_kernels(*(each.device for each in scores)) else ()):
             kernel = self._rules[each.shard.name][0].kernel(each.shard.as_matrix())
             if kernel is not None and self.of(each).is_dense:
                 known[i] = kernel
         dense, members = [scores[i] for i in known], dict[Units, list[Piece]]()
         keys = keys_of_weights(self._ranked, dense, [self._rules[each.shard.name][1] for each in dense])
         # Where some are marked, the numbers of rows and groups differ.
-        if keys is None or self._ranked.score.kernel is None or keys.marked in ("masked", "left"):
+        if keys is None or keys.marked in ("masked", "left"):
             return [], [], torch.empty((0, 3), dtype=torch.int64, device="cpu")
         totals = torch.zeros((len(known), 3), dtype=torch.int64, device=dense[0].device)
         for row, (i, units) in enumerate(known.items()):
@@ -265,7 +265,7 @@ class _UnitRules:
         return [*known], [Within(parts, units, keys, totals) for units, parts in members.items()], totals
 
     def zero(self) -> bool:
-        """Write zeros where kernels decide all units of all ranks: two rounds of 16 bytes; one where they do not.
+        """Write zeros where kernels decide all units of all ranks: a round of 16 bytes, and then one of 8.
 
         Weights are read once before they are written to: if one is NaN, on any rank, nothing is.
         """

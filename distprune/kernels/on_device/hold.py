@@ -74,5 +74,5 @@ def mask(segments, firsts, WHERE: tl.constexpr, SIGNS: tl.constexpr, WORD: tl.co
                 goes = (load(tl.load(segment + OUT), start, lanes, valid, tl.int8, ALIGNED) != 0) == WHERE
             negative: tl.constexpr = -(1 << (WORD.primitive_bitwidth - 1))
             new = tl.where(goes, 0, tl.where(words == 0, negative, words) if SIGNS > 0 else words)
-            changes = valid & (new != words) if WHERE else valid
+            changes = valid & (new != words) if WHERE or SIGNS < 0 else valid
             store(tl.load(segment + VALUES), start, lanes, new, changes, WORD, ALIGNED)

@@ -16,7 +16,7 @@ MAGNITUDE, GRADIENT, TAYLOR, RANDOM, KEYS, VALUE = (tl.constexpr(i) for i in ran
 # True is what was not dropped, which has the highest key.
 UNMARKED, ZEROS, MASKED, LEFT = (tl.constexpr(i) for i in range(4))
 
-# Columns of a segment, int64; pointers first. ``OTHER``: the gradient. ``ZEROTH``: the position of flat index 0.
+# Columns of a segment, int64; pointers first. ``OTHER``: gradient or score. ``ZEROTH``: the position of flat index 0.
 VALUES, OTHER, OUT, MASK, NUMEL, TENSOR, COMPETITION, ZEROTH, FLAT, START, RUN, STRIDE, FIRST, SECOND, OWNED = (
     tl.constexpr(i) for i in range(15)
 )
