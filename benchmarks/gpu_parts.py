@@ -29,6 +29,7 @@ from distprune.kernels import available
 from distprune.oneshot import block as block_module
 
 LLAMA = [(2048, 2048), (512, 2048), (512, 2048), (2048, 2048), (5504, 2048), (5504, 2048), (2048, 5504)]
+_REPEATS = 20  # of a call in a graph
 DEMO = Path(__file__).parents[1] / "build/demo/smollm2-135m"
 CALLS: dict[str, dict[str, Any]] = {
     "sparsity=0.5": {"sparsity": 0.5},
@@ -265,7 +266,7 @@ def one_shot(bench: Bench) -> None:
 
         if not bench.is_small:
             torch.cuda.reset_peak_memory_stats()
-        with suppress(_Enough):
+        with suppress(_Enough), patch.object(block_module, "clock", partial(clock, bench)):
             prune.prune_blocks(model, tokens, on_block=on_block, **how)
         launches, ms = busy(profiler)
         peak = 0.0 if bench.is_small else torch.cuda.max_memory_allocated() / 2**30
@@ -283,13 +284,10 @@ def demo(bench: Bench) -> None:
     """The demo's model by default, or one of its sizes with random weights."""
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
     sizes |= {"head_dim": 64, "tie_word_embeddings": True}
-    is_there, columns = (
-        DEMO.exists() and not bench.is_small,
-        ("own words, s", "pruning, s", "first block, s", "the others, each"),
-    )
+    is_there = DEMO.exists() and not bench.is_small
     what = "SmolLM2-135M" if is_there else "A model of SmolLM2-135M's sizes, random weights"
     say(f"## {what}, float32, 2:4 by default\n")
-    say(table(("windows", *columns), []))
+    say(table(("windows", "own words, s", "pruning, s", "first block, s", "the others, each"), []))
     for num, length, num_words in [(2, 64, 2)] if bench.is_small else [(16, 256, 96), (128, 2048, 96)]:
         if is_there:
             from transformers import AutoModelForCausalLM
@@ -318,30 +316,21 @@ def two_four(bench: Bench) -> None:
         say("Needs a GPU of compute capability 8.0 or later.")
         return
     warnings.filterwarnings("ignore", "The PyTorch API of SparseSemiStructuredTensor is in prototype stage")
-    rows = []
-    for num_out, num_in in ((14336, 4096),):
-        module = nn.Linear(num_in, num_out, bias=False, device=bench.device, dtype=torch.bfloat16)
-        prune.prune_model(module, pattern="2:4")
-        dense = module.weight.detach()
-        sparse = to_sparse_semi_structured(dense)
-        for num_tokens in (1, 16, 256, 4096):
-            x = torch.randn(num_tokens, num_in, device=bench.device, dtype=torch.bfloat16)
-            torch.testing.assert_close(
-                nn.functional.linear(x, sparse), nn.functional.linear(x, dense), rtol=2e-2, atol=2e-1
-            )
-            graphs = [_graph(partial(nn.functional.linear, x, weight)) for weight in (dense, sparse)]
-            ours = [bench.best(graph.replay)[1] * 1e3 / _REPEATS for graph in graphs]
-            rows.append(
-                (f"{num_out} x {num_in}", num_tokens, *(f"{us:.1f}" for us in ours), f"{ours[0] / ours[1]:.2f}")
-            )
+    num_out, num_in, rows = 14336, 4096, []
+    module = nn.Linear(num_in, num_out, bias=False, device=bench.device, dtype=torch.bfloat16)
+    prune.prune_model(module, pattern="2:4")
+    weights = [module.weight.detach(), to_sparse_semi_structured(module.weight.detach())]
+    for num_tokens in (1, 16, 256, 4096):
+        x = torch.randn(num_tokens, num_in, device=bench.device, dtype=torch.bfloat16)
+        calls = [partial(nn.functional.linear, x, weight) for weight in weights]
+        torch.testing.assert_close(calls[1](), calls[0](), rtol=2e-2, atol=2e-1)
+        dense, sparse = (bench.best(_graph(call).replay)[1] * 1e3 / _REPEATS for call in calls)
+        rows.append((f"{num_out} x {num_in}", num_tokens, f"{dense:.1f}", f"{sparse:.1f}", f"{dense / sparse:.2f}"))
     say(table(("bfloat16 weight", "tokens", "dense, us", "2:4, us", "times as fast"), rows))
 
 
-_REPEATS = 20
-
-
 def _graph(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Return a graph that makes the call 20 times."""
+    """Return a graph that makes the call ``_REPEATS`` times."""
     call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -357,10 +346,9 @@ def main() -> None:
         import_module("tests.kernels.interpreted")
         available._DEVICES = ("cpu",)
     if name in ("training", "one_shot", "demo") and find_spec("transformers") is None:
-        say(f"\n{name}: left out, transformers is missing")
+        say(f"{name}: left out, transformers is missing")
         return
-    with patch.object(block_module, "clock", partial(clock, bench)):
-        globals()[name](bench)
+    globals()[name](bench)
 
 
 if __name__ == "__main__":

@@ -263,7 +263,7 @@ def test_what_is_set_aside_and_signed_is_the_hosts() -> None:
     def changed() -> list[torch.Tensor]:
         values = values_of("ties", 2000, torch.float32).view(50, 40)  # with zeros of both signs
         aside, mask, signed = torch.zeros_like(values), (torch.arange(2000) % 3 == 0).view(50, 40), values.clone()
-        write_signed_zeros(signed, mask)
+        write_signed_zeros(signed, mask, where=True)
         positive = values.clone()
         make_zeros_positive([positive])
         set_aside(values, aside, mask)
