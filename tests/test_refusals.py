@@ -50,7 +50,7 @@ def shares(**arguments: Any) -> None:
 
 
 def shrink(**arguments: Any) -> None:
-    with unchanged(tiny_model("llama")) as model:
+    with unchanged(make("llama")) as model:
         prune.shrink_model(model, TOKENS, **arguments)
 
 
@@ -153,8 +153,10 @@ REFUSED: list[Row] = [
     (
         partial(shrink, parameters=100),
         ValueError,
-        "the least possible is [0-9,]+ .mlp 8, heads 1, layers 1.",
+        "the least possible is [0-9,]+ .mlp 8, kv_groups 1, layers 1.",
     ),
+    (partial(shrink, parameters=0.1, mlp=0.9, layers=3), ValueError, "least possible is [0-9,]+ .kv_groups 1.$"),
+    (partial(shrink, parameters=9, mlp=8, layers=3, heads=2), ValueError, "is [0-9,]+ .nothing else can leave"),
     (partial(units, "llama", {"mlp": 0}), ValueError, "0 of the 40"),
     (partial(units, "llama", {"heads": 3}), ValueError, "multiples of 2"),
     (partial(units, "llama", {"heads": 1.5}), ValueError, "not in .0, 1."),
@@ -207,6 +209,7 @@ REFUSED: list[Row] = [
     ),
     (partial(one_shot, targets="none"), ValueError, r"targets \(--targets\) takes 'own', 'dense', not 'none'"),
     (partial(one_shot, dtype=torch.int8), ValueError, r"dtype \(--dtype\) takes .*, not torch.int8"),
+    (partial(one_shot, sparsity=None, pattern=NByM(2, 4), allocation="gradients"), ValueError, "a pattern with one"),
     (partial(one_shot, own_words=3), ValueError, r"own_words=3 \(--own-words\) is beside a text"),
     (partial(streamed, evaluate_on=("text.txt",)), ValueError, "builds no model"),
     (partial(streamed, dtype=torch.bfloat16), ValueError, "leave out dtype"),

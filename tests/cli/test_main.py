@@ -281,13 +281,6 @@ def test_a_mistake_is_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["loop"]
 
 
-def test_inspecting_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert end(monkeypatch, "inspect", tmp_path / "nothing") == 1
-    assert capsys.readouterr().err.startswith("error: there is no model directory")
-
-
 def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def fail(*_: Any, **__: Any) -> NoReturn:
         raise error

@@ -15,11 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from distprune import NByM
-from distprune.checkpoint.output_lock import locking
-from distprune.collectives.communicator import communicator
 from distprune.jobs import OneShotJob, PlanJob, run_one_shot_job, run_plan_job
-from tests.hf_models import make_model, make_tokenizer
 from tests.jobs.jobs_of_a_kind import run_in_own_folder, run_on_rank
 from tests.worlds import ProcessPool, run_threads
 
@@ -37,39 +33,18 @@ def with_vocabulary_of_another(job: OneShotJob) -> OneShotJob:
     return job
 
 
-def without_blocks(job: OneShotJob) -> OneShotJob:
-    make_tokenizer(model := make_model(Path(job.model).with_name("empty"), num_hidden_layers=0))
-    return dataclasses.replace(job, model=str(model))
-
-
 def without_tokenizer(job: OneShotJob) -> OneShotJob:
     for path in Path(job.model).glob("tokenizer*"):
         path.unlink()
     return job
 
 
-def by_gradients(job: OneShotJob) -> OneShotJob:
-    return dataclasses.replace(job, pattern=NByM(2, 4), allocation="gradients")
-
-
 # What makes a job wrong, and what is said of it.
 WRONG: dict[str, tuple[Callable[[OneShotJob], OneShotJob], tuple[str, ...]]] = {
     "no text": (lambda job: text_of("", job), ("holds 0 tokens; 5 samples of 24 tokens need 120: give more text",)),
-    "too little text": (
-        lambda job: text_of("a" * 119, job),
-        ("holds 119 tokens; 5 samples of 24 tokens need 120", "ask for at most 4 samples"),
-    ),
-    "no one share": (by_gradients, ("allocation='gradients' needs a pattern with one share", "NByM(n=2, m=4)")),
     "another vocabulary": (
         with_vocabulary_of_another,
         ("is outside the model's vocabulary of 67", "is the tokenizer another model's?"),
-    ),
-    "no blocks": (
-        without_blocks,
-        (
-            "no decoder blocks in LlamaForCausalLM",
-            "looked for a torch.nn.ModuleList (or a ModuleDict with numbered keys)",
-        ),
     ),
     "no tokenizer": (without_tokenizer, ("holds no tokenizer that transformers can load",)),
 }
@@ -158,12 +133,3 @@ def test_a_disk_that_is_too_small(pool: ProcessPool, job: OneShotJob) -> None:
         assert error.startswith("OSError: ")
         assert "has 1,000 bytes free, and" in error
     assert list(Path(job.output).parent.iterdir()) == []
-
-
-def test_two_jobs_at_one_output(job: OneShotJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distprune.jobs.run.load_model", lambda *_, **__: pytest.fail("loaded"))
-    output = Path(job.output)
-    with locking(communicator(), output):
-        with pytest.raises(OSError, match=rf"is being written by process {os.getpid()} on "):
-            run_one_shot_job(job)
-    assert not list(output.parent.iterdir())

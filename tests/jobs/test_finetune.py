@@ -246,18 +246,13 @@ def short_text(job: FinetuneJob, tmp_path: Path) -> FinetuneJob:
         (short_text, "holds 15 tokens, less than one window of 16"),
         ({"data": "nowhere.txt"}, "there is no text file nowhere.txt"),
         ({"teacher": "nowhere"}, "there is no model directory 'nowhere'"),
-        ({"sequence_length": 5000}, "sequences of 5000 tokens are longer than the model's"),
-        ({"learning_rate": 1e30}, "step 2: the loss is "),
+        ({"sequence_length": 2100}, "sequences of 2100 tokens are longer than the model's"),
     ],
 )
-@pytest.mark.sampled(6)
 def test_bad_input_is_one_error_on_every_rank_and_nothing_is_written(
     pool: ProcessPool, tmp_path: Path, job: FinetuneJob, change: Any, message: str
 ) -> None:
     asked = change(job, tmp_path) if callable(change) else dataclasses.replace(job, **change)
-    if "sequences of" in message:
-        (tmp_path / "long.txt").write_text(Path(job.data).read_text() * 20)
-        asked = dataclasses.replace(asked, data=str(tmp_path / "long.txt"))
     for error in pool.run(2, run_on_rank, asked):
         assert error.startswith(("ValueError: ", "FileNotFoundError: "))
         assert message in error

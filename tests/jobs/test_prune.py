@@ -137,18 +137,6 @@ def test_report_says_what_was_done(job: PruneJob, text_file: Path, tmp_path: Pat
     assert before[str(text_file)] != before[str(lines)]
 
 
-def test_replaces_only_when_told_to(job: PruneJob, tmp_path: Path) -> None:
-    run_prune_job(job)
-    before = contents(tmp_path / "out")
-    more = dataclasses.replace(job, sparsity=0.6)
-    with pytest.raises(FileExistsError, match="pass overwrite=True"):
-        run_prune_job(more)
-    assert contents(tmp_path / "out") == before
-    run_prune_job(dataclasses.replace(more, overwrite=True))
-    assert contents(tmp_path / "out") != before
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
 @pytest.mark.parametrize(
     ("change", "shown"),
     [
@@ -220,15 +208,6 @@ def test_a_watcher_that_fails_at_the_last_word(job: PruneJob, model_folder: Path
     with pytest.raises(RuntimeError, match="the watcher broke at say"):
         run_prune_job(dataclasses.replace(job, model=str(model)), watcher=Heard("say"))
     assert not Path(job.output).exists()
-
-
-def test_sparsity_counts_what_is_zero_already(job: PruneJob, tmp_path: Path) -> None:
-    run_prune_job(job)
-    again = dataclasses.replace(job, model=job.output, output=str(tmp_path / "again"))
-    report = run_prune_job(again)
-    assert report.work.num_pruned == 0
-    out = {**contents(tmp_path / "out"), CARD_NAME: b""}  # which names another model
-    assert {**contents(tmp_path / "again"), CARD_NAME: b""} == out
 
 
 @pytest.mark.parametrize(

@@ -12,21 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from distprune.jobs import (
-    Evaluation,
-    JobReport,
-    ShrinkJob,
-    SmallerModel,
-    run_finetune_job,
-    run_shrink_job,
-)
+from distprune.jobs import ShrinkJob, run_shrink_job
 from distprune.jobs.options import REPORT_NAME
-from distprune.jobs.report import rows
-from distprune.oneshot.report import OneShotReport
 from tests.hf_models import make_model, make_tokenizer
 from tests.jobs.jobs_of_a_kind import run_on_rank
 from tests.jobs.test_prune import Heard, contents
-from tests.small_job import small_finetune_job, small_shrink_job
+from tests.small_job import small_shrink_job
 from tests.worlds import ProcessPool
 
 SIZES: dict[str, Any] = {"hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -91,12 +82,14 @@ def test_what_stays_is_what_stood_there(pool: ProcessPool, tmp_path: Path, job: 
     assert model.num_parameters() == removal["num_parameters"] < removal["num_parameters_before"]
     assert (model.config.num_hidden_layers, model.config.num_attention_heads, model.config.head_dim) == (3, 2, 6)
     assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=4, min_new_tokens=4).shape == (1, 6)
+    assert "| left | layers 3 of 4; mlp 21 of 28; heads 2 of 4 |" in (tmp_path / "out" / "README.md").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
 def test_refitted_over_ranks(pool: ProcessPool, tmp_path: Path, job: ShrinkJob, text_file: Path) -> None:
     """The same units over two ranks as over one, and the same weights but for rounding."""
-    job = dataclasses.replace(job, evaluate_on=(str(text_file),), evaluation_length=16, evaluation_tokens=160)
+    job = dataclasses.replace(job, heads=None, kv_groups=1, layers=None, evaluate_on=(str(text_file),))
+    job = dataclasses.replace(job, evaluation_length=16, evaluation_tokens=160)
     reports = []
     for world_size in (1, 2):
         own = dataclasses.replace(job, output=str(tmp_path / f"out{world_size}"))
@@ -109,10 +102,10 @@ def test_refitted_over_ranks(pool: ProcessPool, tmp_path: Path, job: ShrinkJob, 
         torch.testing.assert_close(spread[name], tensor)
     assert reports[0]["perplexity_after"].keys() == {str(text_file)}
     card = (tmp_path / "out1" / "README.md").read_text()
-    assert "| left | layers 3 of 4; mlp 21 of 28" in card
+    assert "| left | mlp 21 of 28; kv groups 1 of 2 |" in card
     assert "distprune shrink model " in card
     assert "--calibration text.txt" in card
-    assert "--mlp 0.75 --heads 2 --layers 3" in card
+    assert "--mlp 0.75 --kv-groups 1 " in card
     assert "sparse" not in card
 
 
@@ -149,49 +142,11 @@ def test_a_budget_is_divided_once(job: ShrinkJob, tmp_path: Path) -> None:
     ("asked", "message"),
     [
         ({"mlp": 29}, "29 of the 28 of 'model.layers.0.mlp' cannot stay; possible are 1 to 28"),
-        ({"heads": 3}, "possible are multiples of 2, one for each group, from 1 to 4"),
         ({"heads": None, "experts": 2}, "no experts to remove"),
-        ({"layers": 5}, "layers: 5 of the 4 cannot stay; possible are 1 to 4"),
-        ({"layers": 0.0}, r"the share 0.0 is not in \(0, 1\]"),
-        ({"kv_groups": 1}, "remove one of them, then the other"),
-        ({"mlp": None, "heads": None, "layers": None}, "there is nothing to remove"),
-        ({"parameters": 5000}, "5,000 cannot be met; the least possible is [0-9,]+ .nothing else can leave"),
         ({"parameters": 0.9, "samples": 1}, "2 of 2 tokens are the least"),
-        ({"refit": "bias"}, "refit='bias' needs biases"),
     ],
 )
-@pytest.mark.sampled(6)
 def test_what_is_not_possible_is_refused(job: ShrinkJob, tmp_path: Path, asked: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, NotImplementedError), match=message):
         run_shrink_job(dataclasses.replace(job, **asked))
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.whole
-def test_the_output_can_be_fine_tuned(job: ShrinkJob, tmp_path: Path, text_file: Path) -> None:
-    shown = str(run_shrink_job(dataclasses.replace(job, refit="least_squares")))
-    for row in ("made smaller", "3 of 4", "21 of 28", "2 of 4", "obs, mlp 0.75, heads 2, layers 3", "peak memory"):
-        assert row in shown
-    tuned = small_finetune_job(Path(job.output), text_file, tmp_path, steps=2)
-    tuned = dataclasses.replace(tuned, teacher=job.model)
-    assert len(run_finetune_job(tuned).work.losses) == 2
-    before, after = (tensors_of(Path(folder)) for folder in (job.output, tuned.output))
-    assert {name: of.shape for name, of in before.items()} == {name: of.shape for name, of in after.items()}
-
-
-def test_what_is_said_of_what_is_left() -> None:
-    removal = SmallerModel(
-        walk=OneShotReport("obs", "", "layer", 0.5, "none", None, 8, (), (), 1.0, 0, 0, ()),
-        pattern="kv_groups 2",
-        blocks=[{"kept": [{"kind": "kv_groups", "num": 2, "num_before": 3, "place": "attn"}]}] * 3,
-        resumed_at=0,
-        windows={"text": 4, "continuing": 0, "own": 0},
-        trials=None,
-        layers=[0, 1, 2],
-        num_layers_before=3,
-        num_parameters_before=100,
-        num_parameters=75,
-    )
-    job = ShrinkJob(model="model", output="out", mlp=0.5)
-    report = JobReport(job, Path("model"), {}, 1, "cpu", Evaluation(), Evaluation(), {"total": 1.0}, removal)
-    assert rows(report.to_dict())[:2] == [("parameters", "75 of 100, 25.0 % removed"), ("left", "kv groups 2 of 3")]

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import random
-import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -247,27 +246,3 @@ def test_ranks_divide_as_one_does(asked: dict[str, Any], worlds: list[tuple[int,
         assert kind == "parameters" or getattr(sizes, kind) == size
     for world_size, layout in worlds:
         assert run_threads(world_size, divide_on_rank, layout, asked) == [expected] * world_size
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"parameters": 100}, "100 cannot be met; the least possible is [0-9,]+ .mlp 8, kv_groups 1, layers 1."),
-        ({"parameters": 0.3, "mlp": 0.9, "layers": 3}, "cannot be met; the least possible is [0-9,]+ .kv_groups 1.$"),
-        ({"parameters": 9000, "mlp": 8, "layers": 3, "heads": 2}, "least possible is [0-9,]+ .nothing else can leave"),
-        ({"parameters": 0.9, "layers": 4}, "layers: 4 of the 3 cannot stay"),
-    ],
-)
-@pytest.mark.sampled(3)
-def test_what_cannot_be_met_is_refused_on_every_rank(asked: dict[str, Any], message: str) -> None:
-    for error in run_threads(2, refuse_on_rank, asked):
-        assert re.search(message, error), error
-
-
-def refuse_on_rank(_: int, asked: dict[str, Any]) -> str:
-    model: Any = LAYOUTS["fsdp"](tiny_model("llama", **HEADS))
-    before = {name: tensor.to_local().clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(ValueError, match=r"parameters|layers") as caught:
-        shrink_model(model, TOKENS, **asked)
-    assert all(torch.equal(before[name], tensor.to_local()) for name, tensor in model.state_dict().items())
-    return str(caught.value)

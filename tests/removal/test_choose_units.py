@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune.oneshot.report import BlockReport
 from distprune.removal.choose_units import choose_units
 from distprune.removal.criteria import Criterion, UnitEvidence
-from distprune.removal.rebuild import Kept, remove_units
+from distprune.removal.rebuild import remove_units
 from tests.architectures import samples, tiny_model
 from tests.oneshot.alike import sharded
 from tests.oneshot.test_tensor_parallel import make as make_plan, wrapped
@@ -274,30 +273,3 @@ def test_a_norm_behind_the_layer_before_a_gap() -> None:
     with pytest.warns(UserWarning, match="layers.0.mlp.down_proj' cannot make up"):
         choose_units(model, TOKENS, {}, layers=[0, 2], **LEAST_SQUARES)
     assert torch.equal(model.model.layers[0].mlp.down_proj.weight, before)
-
-
-def test_finished_blocks_are_passed_by() -> None:
-    """A job that goes on behind its second block comes to what it would have come to."""
-    found: dict[int, dict[str, torch.Tensor]] = {}
-    kept: dict[Any, torch.Tensor] = {}
-    whole_model: Any = make("llama")
-
-    def on_block(index: int, report: BlockReport, of_block: Kept) -> None:
-        assert {block for block, _, _ in of_block} == {report.name}
-        kept.update(of_block)
-        found[index] = {key: value.clone() for key, value in whole_model.model.layers[index].state_dict().items()}
-
-    removal = choose_units(whole_model, TOKENS, BOTH, on_block=on_block)
-    assert removal.kept.keys() == kept.keys()
-    model: Any = make("llama")
-
-    def finished(index: int) -> bool:
-        if index < 2:
-            model.model.layers[index].load_state_dict(found[index])
-        return index < 2
-
-    again = choose_units(model, TOKENS, BOTH, finished=finished)
-    assert [block.index for block in again.report.blocks] == [2]
-    assert all(torch.equal(units, kept[key]) for key, units in again.kept.items())
-    wanted = whole_model.state_dict()
-    assert all(torch.equal(weight, wanted[name]) for name, weight in model.state_dict().items())
