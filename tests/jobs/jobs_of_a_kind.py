@@ -50,7 +50,8 @@ def job_of(kind: str, model: Path, text: Path, folder: Path) -> Any:
     job: Any
     if kind == "one-shot":
         job = small_job(model, text, folder)
-        job = dataclasses.replace(job, method="wanda", calibration="self", own_words=None)
+        more: dict[str, Any] = {"method": "wanda", "allocation": "gradients"}  # by the dense model
+        job = dataclasses.replace(job, **more, calibration="self", own_words=None)
     elif kind == "shrink":
         job = small_shrink_job(model, text, folder, mlp=0.75)
     elif kind == "finetune":

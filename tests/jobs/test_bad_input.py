@@ -94,32 +94,16 @@ def test_ranks_that_plan_different_jobs(job: OneShotJob, change: dict[str, Any] 
     assert not list(Path(job.output).parent.glob("*"))
 
 
-def spoil(job: OneShotJob, tensor: str, index: int, value: float) -> None:
+def test_activations_that_are_no_numbers(pool: ProcessPool, job: OneShotJob) -> None:
+    before = Path(shutil.copytree(job.model, f"{job.model} before"))
     path = Path(job.model) / "model.safetensors"
     tensors = load_file(path)
-    tensors[tensor][index] = value
+    tensors["model.layers.1.post_attention_layernorm.weight"][3] = torch.nan
     save_file(tensors, path, metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_activations_that_are_no_numbers(pool: ProcessPool, job: OneShotJob, value: float) -> None:
-    before = Path(shutil.copytree(job.model, f"{job.model} before"))
-    spoil(job, "model.layers.1.post_attention_layernorm.weight", 3, value)
     for error in pool.run(2, run_on_rank, job):
         assert error.startswith("ValueError: block 'model.layers.1': NaN or Inf in the inputs of 'mlp.gate_proj'")
     assert os.listdir(Path(job.output).parent) == []  # the first block was written
     run_one_shot_job(dataclasses.replace(job, model=str(before)))  # so the mended job starts
-
-
-def test_activations_that_are_no_numbers_on_one_rank(pool: ProcessPool, job: OneShotJob) -> None:
-    vocabulary = json.loads((Path(job.model) / "tokenizer.json").read_text())["model"]["vocab"]
-    text = Path(job.calibration).read_text().replace("w", "k")
-    text = "w" + text[1 : job.sequence_length * 5]  # in the first sample of five, which is rank 0's
-    Path(job.calibration).write_text(text)
-    spoil(job, "model.embed_tokens.weight", vocabulary["w"], torch.nan)
-    for error in pool.run(2, run_on_rank, job):
-        assert error.startswith("ValueError: block 'model.layers.0': NaN or Inf in the inputs of 'self_attn.q_proj'")
-    assert not Path(job.output).exists()
 
 
 def run_with_little_room(rank: int, job: OneShotJob) -> str:

@@ -15,10 +15,7 @@ from distprune.checkpoint import stored_slices
 from distprune.checkpoint.inspect import inspect_directory
 from distprune.jobs import OneShotJob, run_one_shot_job
 from distprune.jobs.options import REPORT_NAME
-from tests.jobs.jobs_of_a_kind import run_on_rank
-from tests.jobs.test_prune import contents
 from tests.small_job import small_job
-from tests.worlds import ProcessPool
 
 
 @pytest.fixture
@@ -78,23 +75,3 @@ def test_shares(job: OneShotJob, method: Any, pattern: Any, allocation: Any, by:
     assert max(shares) - min(shares) > 0.1
     total = round(pattern.sparsity * sum(of_layer["num_elements"] for of_layer in linears))
     assert abs(sum(of_layer["num_pruned"] for of_layer in linears) - total) <= 5
-
-
-@pytest.mark.parametrize("method", ["shared", "admm", "permuted"])
-@pytest.mark.sampled(1)
-def test_killed_and_resumed_it_ends_with_the_same_bytes(
-    pool: ProcessPool, tmp_path: Path, job: OneShotJob, method: str
-) -> None:
-    changes: dict[str, Any] = {
-        "shared": {"method": "wanda", "pattern": PerRow(0.7), "allocation": "gradients"},  # of the dense model
-        "admm": {"method": "admm"},
-        "permuted": {"method": "admm", "pattern": NByM(2, 4), "permute": "channels"},
-    }
-    job = dataclasses.replace(job, **changes[method])
-    whole = dataclasses.replace(job, output=str(tmp_path / "whole"))
-    assert pool.run(2, run_on_rank, whole) == ["", ""]
-    assert pool.run(2, run_on_rank, job, 1) == ["killed", "killed"]
-    assert pool.run(2, run_on_rank, dataclasses.replace(job, resume=True)) == ["", ""]
-    assert contents(Path(job.output)) == contents(tmp_path / "whole")
-    report = json.loads((Path(job.output) / REPORT_NAME).read_text())
-    assert [block["index"] for block in report["pruning"]["blocks"]] == [0, 1]

@@ -150,3 +150,35 @@ def test_what_is_not_possible_is_refused(job: ShrinkJob, tmp_path: Path, asked: 
     with pytest.raises((ValueError, NotImplementedError), match=message):
         run_shrink_job(dataclasses.replace(job, **asked))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_experts_that_are_stored_apart(pool: ProcessPool, text_file: Path, tmp_path: Path) -> None:
+    """And are one parameter in the model."""
+    from transformers import AutoModelForCausalLM
+
+    folder = make_model(tmp_path / "model", "mixtral", max_shard_size="30KB")
+    make_tokenizer(folder)
+    job = small_shrink_job(folder, text_file, tmp_path, experts=3, mlp=24, layers=1)
+    job = dataclasses.replace(job, criterion="magnitude", refit="none")
+    whole = dataclasses.replace(job, output=str(tmp_path / "whole"))
+    assert pool.run(1, run_on_rank, whole) == [""]
+    assert pool.run(2, run_on_rank, job, 0) == ["killed", "killed"]
+    assert pool.run(2, run_on_rank, dataclasses.replace(job, resume=True)) == ["", ""]
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    (block,) = json.loads((tmp_path / "out" / REPORT_NAME).read_text())["removal"]["blocks"]
+    kept: dict[str, Any] = {of["place"]: torch.tensor(list(units_of(of["units"]))) for of in block["kept"]}
+    before, after = tensors_of(folder), tensors_of(tmp_path / "out")
+    old, new = f"{block['name']}.block_sparse_moe", "model.layers.0.block_sparse_moe"
+    assert torch.equal(after[f"{new}.gate.weight"], before[f"{old}.gate.weight"][kept["mlp.experts"]])
+    for number, expert in enumerate(kept["mlp.experts"].tolist()):
+        channels = kept[f"mlp.experts.{expert}"]
+        for part, dim in (("w1", 0), ("w2", 1), ("w3", 0)):
+            whole_part = before[f"{old}.experts.{expert}.{part}.weight"]
+            written = after[f"{new}.experts.{number}.{part}.weight"]
+            assert torch.equal(written, whole_part.index_select(dim, channels))
+    assert sum("block_sparse_moe.experts" in name for name in after) == 3 * 3
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    sizes = ("num_local_experts", "intermediate_size", "num_hidden_layers")
+    assert [getattr(model.config, size) for size in sizes] == [3, 24, 1]
+    assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=4, min_new_tokens=4).shape == (1, 6)

@@ -187,22 +187,6 @@ def test_names_decide_where_no_model_holds_the_tensors(tmp_path: Path) -> None:
         assert torch.equal(tensor, before[name] if name not in pruned else before[name] * (tensor != 0))
 
 
-def test_include_and_exclude_decide(tmp_path: Path) -> None:
-    job = StreamedJob(
-        model=str(experts_apart(tmp_path / "model")),
-        output=str(tmp_path / "out"),
-        pattern="2:4",
-        include=("*.experts.*",),
-        exclude=("*.0.w1.*",),
-    )
-    names = {parameter.name for parameter in run_streamed_job(job).work.parameters}
-    assert len(names) == 2 * (5 * 3 - 1)
-    assert all(".experts." in name and ".0.w1." not in name for name in names)
-    missing = dataclasses.replace(job, include=("*.expert_*",), output=str(tmp_path / "other"))
-    with pytest.raises(ValueError, match="matches no parameter"):
-        run_streamed_job(missing)
-
-
 def spoiled(tmp_path: Path, model: Path, change: Any) -> Path:
     """Return a copy of ``model``, of one file, whose tensors ``change`` has changed."""
     folder = tmp_path / "spoiled"
