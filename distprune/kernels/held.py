@@ -29,9 +29,9 @@ def read_all_held(shards: Sequence[Masked], least: torch.Tensor, known: Tables) 
     memory = torch.zeros(4 * num, dtype=torch.int64, device=least.device)
     num_held, counts = memory[:num], memory[num:].view(num, 3)
     for table in tables:
-        table.run(kernels("hold").count, num_held, FLOATS=False, MASKED=False)
+        table.run(kernels("hold").count, num_held, FLOATS=False, MASKED=False, BLOCK=_BLOCK)
     for table in tables:
-        table.run(kernels("hold").read_held, num_held, least, counts)
+        table.run(kernels("hold").read_held, num_held, least, counts, BLOCK=_BLOCK)
     for i in others:
         counts[i] = _read(*shards[i], least[i])
     return counts
@@ -58,7 +58,8 @@ def count_zeros(tensors: Sequence[torch.Tensor], within: Sequence[torch.Tensor] 
         memory = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
         tables, others = Tables().of([*zip(tensors, within or tensors, strict=True)])
         for table in tables:
-            table.run(kernels("hold").count, memory, FLOATS=kinds == {(True, False)}, MASKED=within is not None)
+            constants = {"FLOATS": kinds == {(True, False)}, "MASKED": within is not None, "BLOCK": _BLOCK}
+            table.run(kernels("hold").count, memory, **constants)
         counts = [*memory.unbind()]
     for i in others:
         zeros = (is_zero(values) for _, values in flat_chunks(tensors[i]))
@@ -76,7 +77,7 @@ def zero_where_masked(shards: Sequence[Masked], where: bool, known: Tables, *, s
     """
     tables, others = known.of(shards)
     for table in tables:
-        table.run(kernels("hold").mask, WHERE=where, SIGNS=signs)
+        table.run(kernels("hold").mask, WHERE=where, SIGNS=signs, BLOCK=_BLOCK)
     for local, mask in (shards[i] for i in others):
         bits = bits_of(local.detach())
         if signs > 0:
@@ -108,8 +109,5 @@ class Tables:
                 else:
                     others.append(i)
             tables = tables_of(pieces, _BLOCK)
-            for made in tables:
-                given = made.constants
-                made.constants = {"WORD": given["DTYPE"], "ALIGNED": given["ALIGNED"], "BLOCK": _BLOCK}
             self._known[device] = places, tables, others
         return tables, others

@@ -19,21 +19,11 @@ from distprune.shards.device import fetched, sent
 _SAMPLES = 1 << 18  # of all competitions, over all ranks: a message of 1 MiB
 _SAMPLES_ALONE = 1 << 12  # of each, at least, where nothing is sent
 _MESSAGE, _ROOM = 1 << 20, 1 << 24  # bytes, of what is sent and of what is not
+BLOCK = 1024  # elements a program reads at a time
 _SIGMAS = 5  # of a sample's rank: the k-th lies beside the range once in a million calls, which costs two passes more
 Mark = Literal["unmarked", "zeros", "masked", "left"]
 
 _LAST_KEY, _LEAST_KEY = (1 << 31) - 1, -(1 << 31)
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """How kernels are run; what comes out does not depend on it."""
-
-    block: int = 1024  # elements a program reads at a time
-    num_warps: int = 4
-    bits: int = 12  # of a bin, at most
-    num_samples: int | None = None
-    programs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -51,9 +41,10 @@ class Keys:
     checks_weights: bool = True  # whether a NaN weight counts, also where scores are not the weights
 
     @property
-    def constants(self) -> dict[str, Any]:
+    def kind(self) -> dict[str, Any]:
+        """What kernels have to know of it."""
         score, marked = (getattr(kernels("tiles"), name.upper()).value for name in (self.score, self.marked))
-        return {"SCORE": score, "MARKED": marked, "WIDE": self.wide}
+        return {"score": score, "marked": marked, "wide": self.wide}
 
 
 @final
@@ -70,14 +61,17 @@ class Lowest:
         num_lowest: Sequence[int],
         num_positions: Sequence[int],
         keys: Keys,
-        tuning: Tuning = Tuning(),
+        *,
+        block: int = BLOCK,
+        bits: int = 12,
+        num_samples: int | None = None,
     ) -> None:
-        """Make room for the passes. Local."""
+        """Make room for the passes. Local. ``bits``: of a bin, at most. What comes out depends on none of the last."""
         num, self._comm, self._keys = len(num_lowest), comm, keys
         most = (_MESSAGE if comm.size > 1 else _ROOM) // (8 * num)
-        self._bits = max(min(tuning.bits, (most - 1).bit_length() - 1), 2)
+        self._bits = max(min(bits, (most - 1).bit_length() - 1), 2)
         alone = min(_SAMPLES_ALONE, _ROOM // (4 * num)) if comm.size == 1 else 1
-        self._num_samples = tuning.num_samples or max(_SAMPLES // num - 2, alone)
+        self._num_samples = num_samples or max(_SAMPLES // num - 2, alone)
 
         k, numels = np.array(num_lowest, dtype=np.int64), np.array(num_positions, dtype=np.int64)
         # A sample stands for so many positions; between which of the sorted ones does the k-th lie?
@@ -101,7 +95,7 @@ class Lowest:
         # Where the sample missed; each pass may waste one bit.
         self._num_passes = 1 + math.ceil((32 + math.ceil(math.log2(max(*numels.tolist(), 2)))) / (self._bits - 1))
         self._checks = {"WEIGHTS_TOO": keys.checks_weights}
-        self._constants = {"BLOCK": tuning.block, "num_warps": tuning.num_warps, **keys.constants}
+        self._constants = {"BLOCK": block, "keys": keys.kind}
 
     def sample(self, tables: Iterable[Table], *, in_place: bool) -> None:
         """Take this rank's part of the sample. Local.

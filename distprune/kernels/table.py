@@ -115,7 +115,7 @@ class Table:
     words: IntArray  # segments, then where those of each program begin
     num_columns: int  # of all segments
     grid: tuple[int]
-    constants: dict[str, Any]
+    kind: Any  # see on_device/tiles.py
     sent: torch.Tensor = field(init=False)
 
     def without_segments(self) -> Table:
@@ -124,10 +124,11 @@ class Table:
         idle.sent = torch.zeros_like(self.sent)
         return idle
 
-    def run(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
-        """Launch ``kernel`` for all segments."""
+    def run(self, kernel: Any, *arguments: Any, keys: Any = None, **constants: Any) -> None:
+        """Launch ``kernel`` for all segments; ``keys``: what it knows of them, :attr:`Keys.kind`."""
         segments, firsts = self.sent[: self.num_columns], self.sent[self.num_columns :]
-        launch(kernel, self.grid, self.sent.device, segments, firsts, *arguments, **self.constants, **constants)
+        kind = self.kind._replace(**(keys or {}))
+        launch(kernel, self.grid, self.sent.device, segments, firsts, *arguments, KIND=kind, **constants)
 
 
 def tables_of(pieces: Sequence[Piece], block: int, *, row: int = 1, programs: int | None = None) -> list[Table]:
@@ -173,10 +174,9 @@ def _table(kind: tuple[Any, ...], columns: Sequence[tuple[int, ...]], block: int
     for column, size in sizes.items():
         table[:, column] += start * size * (table[:, column] != 0)
     table[:, _START] += start
-    language = kernels("tiles").tl
-    constants = {"DTYPE": getattr(language, _NAMES[dtype]), "GRAD": getattr(language, _NAMES[other or dtype])}
-    constants |= {"ALIGNED": is_aligned and block % 16 == 0, "CONTIGUOUS": is_contiguous}
+    dtypes = [getattr(kernels("tiles").tl, _NAMES[each]) for each in (dtype, other or dtype)]
     # All begin at multiples of 16 bytes: kernels are compiled for how pointers are aligned.
     rest, firsts = np.zeros(table.size % 2, dtype=np.int64), np.searchsorted(cuts, by_program)
     words = np.concatenate([table.reshape(-1), rest, firsts, firsts[: len(firsts) % 2]])
-    return Table(words, table.size + len(rest), (programs,), constants)
+    made = kernels("tiles").Kind(*dtypes, is_aligned and block % 16 == 0, is_contiguous)
+    return Table(words, table.size + len(rest), (programs,), made)

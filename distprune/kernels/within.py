@@ -42,11 +42,11 @@ class Within:
             self._tables = tables_of(pieces, first, row=first)
             self._constants = {"IS_ONE": first <= width, "WIDTH": width, "num_warps": max(width // 256, 1)}
             for table in self._tables:
-                table.constants["ALIGNED"] &= first % 16 == 0
+                table.kind = table.kind._replace(aligned=table.kind.aligned and first % 16 == 0)
 
     def count_nans(self) -> None:
         """Count what is NaN of each tensor."""
-        checks = {"WEIGHTS_TOO": self._keys.checks_weights, "BLOCK": _BLOCK, **self._keys.constants}
+        checks = {"WEIGHTS_TOO": self._keys.checks_weights, "BLOCK": _BLOCK, "keys": self._keys.kind}
         for table in self._tables:
             table.run(kernels("rows").count_nans, self._totals, self._keys.last, **checks)
 
@@ -54,9 +54,9 @@ class Within:
         """Write masks of what stays; with ``num_nans``, on the device, zeros into the weights, if that is 0."""
         keys, guard = self._keys, self._totals.new_zeros(1) if num_nans is None else num_nans
         kernel = kernels("rows").keep_n_of_m if self._is_groups else kernels("rows").keep_in_rows
-        constants = {"WRITES_MASK": num_nans is None, **self._constants, **keys.constants}
+        constants = {"WRITES_MASK": num_nans is None, "keys": keys.kind, **self._constants}
         for table in self._tables:
             if not self._is_groups:
-                is_short = table.constants["DTYPE"].primitive_bitwidth == 16 and keys.score == "magnitude"
+                is_short = table.kind.dtype.primitive_bitwidth == 16 and keys.score == "magnitude"
                 constants["BITS"] = 15 if is_short and not keys.wide else 31
             table.run(kernel, self._totals, guard, keys.gone, keys.last, *self._numbers, **constants)

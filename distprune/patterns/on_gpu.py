@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from distprune.collectives.agree import sum_together, together
 from distprune.kernels.available import num_programs
-from distprune.kernels.lowest import Keys, Lowest, Mark, Tuning
+from distprune.kernels.lowest import BLOCK, Keys, Lowest, Mark
 from distprune.kernels.table import Piece, Table, pieces_of, tables_of
 from distprune.patterns.base import Ranked
 from distprune.patterns.census import Competing
@@ -20,7 +20,6 @@ from distprune.selection.order import Order
 from distprune.selection.radix import Competition, last_scores
 from distprune.shards.device import batches, fetched
 
-_BLOCK = Tuning().block
 _CHUNK = 1 << 22  # elements whose keys are computed at a time: with temporaries, under 64 MiB
 _MOST = (1 << 31) - 1
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -112,7 +111,7 @@ class ElementsOnGpu:
         self._totals = torch.zeros((len(scores), 3), dtype=torch.int64, device=scores[0].device)
         num = 0 if self.reads_weights else min(_CHUNK, sum(each.shard.geometry.local_numel for each in scores))
         self._memory = torch.empty(num, dtype=torch.int32 if read is None else torch.float32, device=scores[0].device)
-        self._tables = tables_of(self._pieces(scores, None), _BLOCK) if self.reads_weights else []
+        self._tables = tables_of(self._pieces(scores, None), BLOCK) if self.reads_weights else []
         self._made: dict[int, list[Table]] = {}  # of what is computed at a time
         self._lowest.sample(self._tables or self._chunks(scores, None), in_place=self.reads_weights)
 
@@ -147,14 +146,14 @@ class ElementsOnGpu:
                     found += pieces_of(each.shard.geometry, piece, start)
             if number not in self._made:
                 programs = max(num_programs(self._memory.device) // 8, 1)
-                self._made[number] = tables_of(found, _BLOCK, programs=programs)
+                self._made[number] = tables_of(found, BLOCK, programs=programs)
             yield from self._made[number]
 
     def write_masks(self, scores: Sequence[LocalScores], outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Write what stays of ``scores``, and return the counts of each: pruned, gone before, NaN. Local, one wait."""
         self._totals.zero_()
         self._made = {}
-        made = tables_of(self._pieces(scores, outs), _BLOCK) if self.reads_weights else self._chunks(scores, outs)
+        made = tables_of(self._pieces(scores, outs), BLOCK) if self.reads_weights else self._chunks(scores, outs)
         for table in made:
             self._lowest.write(table, self._totals, writes_mask=True)
         return [*self.counts()[: len(scores)]]

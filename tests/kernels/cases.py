@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from distprune.collectives.base import Communicator
-from distprune.kernels.lowest import Keys, Lowest, Mark, Tuning
+from distprune.kernels.lowest import BLOCK, Keys, Lowest, Mark
 from distprune.kernels.table import Piece, ScoreName, tables_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 INFINITY = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
-
-
-DEFAULT = Tuning()
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -77,15 +75,15 @@ def zeroed(weights: torch.Tensor, goes: torch.Tensor) -> torch.Tensor:
 
 def prune_pieces(
     comm: Communicator, pieces: Sequence[Piece], num_lowest: Sequence[int], num_positions: Sequence[int], keys: Keys,
-    *, writes_mask: bool = False, tuning: Tuning = DEFAULT,
+    *, writes_mask: bool = False, **tuning: Any,
 ) -> tuple[torch.Tensor, Lowest]:  # fmt: skip
     """Prune the ``num_lowest`` of each competition in place, or write masks; return the totals, and what was found.
 
     Every rank must call it, with at least one piece.
     """
     device = pieces[0].values.device
-    tables = tables_of(pieces, tuning.block, programs=tuning.programs)
-    lowest = Lowest(comm, device, num_lowest, num_positions, keys, tuning)
+    tables = tables_of(pieces, tuning.get("block", BLOCK))
+    lowest = Lowest(comm, device, num_lowest, num_positions, keys, **tuning)
     totals = torch.zeros((1 + max(piece.tensor for piece in pieces), 3), dtype=torch.int64, device=device)
     lowest.sample(tables, in_place=not writes_mask)
     lowest.find(lambda: tables, may_fail=False)

@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from distprune.kernels.on_device import hold, rows, select, sweep
+from distprune.kernels.on_device.tiles import Kind
 
 _PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 _POINTERS = ("segments", "firsts", "states", "histogram", "num_nans", "totals", "strides", "counts", "least")
@@ -49,13 +50,8 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
     for score, dtype, is_plain in kinds:
         if not is_plain and (dtype is not tl.float32 or score not in ("magnitude", "random")):
             continue
-        kind = {
-            "SCORE": scores[score],
-            "MARKED": 1,
-            "DTYPE": tl.int32 if score == "keys" else dtype,
-            "GRAD": dtype,
-        }
-        kind |= {"WIDE": False, "ALIGNED": is_plain, "CONTIGUOUS": is_plain}
+        dtypes = tl.int32 if score == "keys" else dtype, dtype
+        kind = {"KIND": Kind(*dtypes, is_plain, is_plain, scores[score], 1)}
         name = f"{score} {dtype} {'' if is_plain else 'unaligned, strided'}"
         tile = {**kind, "BLOCK": 1024}
         yield f"sample_keys {name}", select.sample_keys, {**tile, "NUM": 1 << 18}, 4
@@ -90,7 +86,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
                 yield f"keep_in_rows {writes_mask} {width} {name}", rows.keep_in_rows, how, width // 256
     yield "narrow", select.narrow, {"BITS": 12}, 8
     for word in (tl.int16, tl.int32):
-        tile = {"WORD": word, "BLOCK": 1024, "ALIGNED": True}
+        tile = {"KIND": Kind(word, word, True, True), "BLOCK": 1024}
         yield f"count {word}", hold.count, {**tile, "FLOATS": True, "MASKED": True}, 4
         yield f"read_held {word}", hold.read_held, tile, 4
         for signs in (0, 1, -1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from tests.kernels import interpreted  # noqa: F401  # first
 
-from distprune.kernels.lowest import Keys, Mark, Tuning  # isort: skip
+from distprune.kernels.lowest import Keys, Mark  # isort: skip
 from distprune.collectives.communicator import Alone  # isort: skip
 from distprune.kernels.table import Piece, ScoreName, pieces_of  # isort: skip
 from distprune.shards.geometry import Geometry  # isort: skip
@@ -21,10 +22,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # inf * 0, in
 SCORES: tuple[ScoreName, ...] = ("magnitude", "gradient", "taylor", "random", "keys")
 
 
-def small(rng: np.random.Generator) -> Tuning:
+def small(rng: np.random.Generator) -> dict[str, Any]:
     """Few samples and few bits: ranges miss, and passes are many."""
     samples, block = int(rng.choice([2, 16, 64, 1024])), int(rng.choice([128, 256]))
-    return Tuning(bits=int(rng.integers(3, 9)), num_samples=samples, block=block, programs=3)
+    return {"bits": int(rng.integers(3, 9)), "num_samples": samples, "block": block}
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -75,7 +76,7 @@ def test_the_lowest_go(score: ScoreName, seed: int) -> None:
             Piece(t, i, c, passed[c] - shift, shift, other=other, out=masks[i], mask=given[i], seeds=seeds[i])
         )
         passed[c] += numels[i]
-    totals, found = prune_pieces(Alone(), pieces, k, positions, keys, writes_mask=writes_mask, tuning=small(rng))
+    totals, found = prune_pieces(Alone(), pieces, k, positions, keys, writes_mask=writes_mask, **small(rng))
     assert int(found.num_nans) == int(flat.isnan().sum())
     for i, t in enumerate(tensors):
         if flat.isnan().any():
@@ -108,7 +109,7 @@ def test_columns_of_a_matrix(score: ScoreName, seed: int) -> None:
         parts.append(part.contiguous())
         pieces += pieces_of(Geometry((rows, columns), runs), Piece(parts[-1], seeds=seeds))
         start += part.shape[1]
-    prune_pieces(Alone(), pieces, [k], [whole.numel()], keys_for(score, [whole.dtype]), tuning=small(rng))
+    prune_pieces(Alone(), pieces, [k], [whole.numel()], keys_for(score, [whole.dtype]), **small(rng))
     assert torch.equal(bits(torch.cat(parts, 1)), bits(zeroed(whole, goes)))
 
 
@@ -117,10 +118,9 @@ def test_far_positions(first: int) -> None:
     rng = np.random.default_rng(first)
     w, seeds, k = awkward(rng, 300, torch.float32), (5, 9), 120
     goes = lowest(hashed(seeds, np.arange(first, first + 300)), w == 0, np.zeros(300, dtype=int), [k])
-    wanted, tuning = zeroed(w, goes), Tuning(bits=8, num_samples=64, block=128, programs=3)
-    prune_pieces(
-        Alone(), [Piece(w, flat=first, seeds=seeds)], [k], [first + 300], keys_for("random", [w.dtype]), tuning=tuning
-    )
+    wanted, keys = zeroed(w, goes), keys_for("random", [w.dtype])
+    pieces = [Piece(w, flat=first, seeds=seeds)]
+    prune_pieces(Alone(), pieces, [k], [first + 300], keys, bits=8, num_samples=64, block=128)
     assert torch.equal(bits(w), bits(wanted))
 
 
@@ -128,5 +128,5 @@ def test_copies_are_written_and_not_counted() -> None:
     w = torch.tensor([3.0, -1.0, 2.0, 0.5])
     copy = w.clone()
     pieces = [Piece(w), Piece(copy, 1, owned=False)]
-    prune_pieces(Alone(), pieces, [2], [4], keys_for("magnitude", [w.dtype]), tuning=Tuning(block=128, programs=3))
+    prune_pieces(Alone(), pieces, [2], [4], keys_for("magnitude", [w.dtype]), block=128)
     assert w.tolist() == copy.tolist() == [3.0, 0.0, 2.0, 0.0]

@@ -51,8 +51,7 @@ def bin_layout(key_low, key_high, low, high, BITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["last_key"])
 def sample_keys(segments, firsts, strides, samples, last_key, NUM: tl.constexpr, BLOCK: tl.constexpr,
-                SCORE: tl.constexpr, MARKED: tl.constexpr, DTYPE: tl.constexpr, GRAD: tl.constexpr,
-                WIDE: tl.constexpr, ALIGNED: tl.constexpr, CONTIGUOUS: tl.constexpr):  # fmt: skip
+                KIND: tl.constexpr):  # fmt: skip
     """Put the key of one position of every ``strides`` into ``samples`` (competitions, NUM): any, by a hash.
 
     Of several ranks the owner of the position has it.
@@ -64,8 +63,8 @@ def sample_keys(segments, firsts, strides, samples, last_key, NUM: tl.constexpr,
             competition, numel = tl.load(segment + COMPETITION), tl.load(segment + NUMEL)
             zeroth, begin = tl.load(segment + ZEROTH), tl.load(segment + START)
             stride, num_positions = tl.load(strides + competition * 2), tl.load(strides + competition * 2 + 1)
-            first = zeroth + flat_index(segment, 0, 0, CONTIGUOUS)
-            last = zeroth + flat_index(segment, numel - 1, 0, CONTIGUOUS)
+            first = zeroth + flat_index(segment, 0, 0, KIND)
+            last = zeroth + flat_index(segment, numel - 1, 0, KIND)
             for number in range(first // stride, last // stride + 1, BLOCK):
                 numbers = number + lanes.to(tl.int64)
                 jitter = (numbers + competition).to(tl.uint32) * 0x9E3779B1
@@ -73,23 +72,20 @@ def sample_keys(segments, firsts, strides, samples, last_key, NUM: tl.constexpr,
                 jitter ^= jitter >> 13
                 length = tl.maximum(tl.minimum(num_positions - numbers * stride, stride), 1)
                 flat = numbers * stride + jitter.to(tl.int64) % length - zeroth - tl.load(segment + FLAT)
-                if CONTIGUOUS:
+                if KIND.contiguous:
                     offsets, valid = flat - begin, flat >= 0
                 else:
                     run, apart = tl.load(segment + RUN), tl.load(segment + STRIDE)
                     offsets = flat // apart * run + flat % apart - begin
                     valid = (flat >= 0) & (flat % apart < run)
                 valid &= (offsets >= 0) & (offsets < numel)
-                keys, _ = keys_of(segment, 0, offsets, valid, last_key, SCORE, MARKED, DTYPE, GRAD, WIDE, False,
-                                  CONTIGUOUS)  # fmt: skip
+                keys, _ = keys_of(segment, 0, offsets, valid, last_key, KIND)
                 tl.store(samples + competition * NUM + numbers + 1, keys, mask=valid)
 
 
 @triton.jit(do_not_specialize=["last_key"])
 def count(segments, firsts, states, histogram, num_nans, last_key, BITS: tl.constexpr, LOOKS_FOR_NANS: tl.constexpr,
-          WEIGHTS_TOO: tl.constexpr, BLOCK: tl.constexpr, SCORE: tl.constexpr, MARKED: tl.constexpr,
-          DTYPE: tl.constexpr, GRAD: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
-          CONTIGUOUS: tl.constexpr):  # fmt: skip
+          WEIGHTS_TOO: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
     """Add what is in each range to ``histogram`` (competitions, bins + 2), and behind the bins what is below."""
     program, lanes = tl.program_id(0), tl.arange(0, BLOCK)
     for i in range(tl.load(firsts + program), tl.load(firsts + program + 1)):
@@ -105,13 +101,12 @@ def count(segments, firsts, states, histogram, num_nans, last_key, BITS: tl.cons
             first_key, extent = key_low.to(tl.int32), (key_high - key_low).to(tl.uint32)
             below, nans = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
             for start in range(0, numel, BLOCK):
-                first = zeroth + flat_index(segment, start, 0, CONTIGUOUS)
-                last = zeroth + flat_index(segment, tl.minimum(start + BLOCK, numel) - 1, 0, CONTIGUOUS)
+                first = zeroth + flat_index(segment, start, 0, KIND)
+                last = zeroth + flat_index(segment, tl.minimum(start + BLOCK, numel) - 1, 0, KIND)
                 if LOOKS_FOR_NANS | ((first <= high) & (last >= low)):
-                    valid = in_tile(lanes, start, numel, BLOCK, ALIGNED)
-                    keys, is_nan = keys_of(segment, start, lanes, valid, last_key, SCORE, MARKED, DTYPE, GRAD, WIDE,
-                                           ALIGNED, CONTIGUOUS, WEIGHTS_TOO)  # fmt: skip
-                    if CONTIGUOUS:  # positions as int32, from the bin on in which the tile begins
+                    valid = in_tile(lanes, start, numel, BLOCK, KIND.aligned)
+                    keys, is_nan = keys_of(segment, start, lanes, valid, last_key, KIND, WEIGHTS_TOO)
+                    if KIND.contiguous:  # positions as int32, from the bin on in which the tile begins
                         begin, end = tl.maximum(low - first, 0), tl.minimum(numel - start, high + 1 - first)
                         here = lanes >= tl.minimum(begin, BLOCK).to(tl.int32)
                         here &= lanes < tl.minimum(end, BLOCK).to(tl.int32)
@@ -119,13 +114,13 @@ def count(segments, firsts, states, histogram, num_nans, last_key, BITS: tl.cons
                         rest = tl.where(up == 0, 0, first - low - (first_bin << by)).to(tl.int32)
                         bin_of_place = (rest + lanes) >> by
                     else:
-                        positions, first_bin = zeroth + flat_index(segment, start, lanes, CONTIGUOUS), 0
+                        positions, first_bin = zeroth + flat_index(segment, start, lanes, KIND), 0
                         here = valid & (positions >= low) & (positions <= high)
                         bin_of_place = tl.where(up == 0, 0, (positions - low) >> by).to(tl.int32)
                     above_low = (keys - first_key).to(tl.uint32, bitcast=True)
                     index = (above_low >> down << up).to(tl.int32, bitcast=True) + bin_of_place
                     counted = here & (above_low <= extent)
-                    if (SCORE == KEYS) | (SCORE == VALUE):  # others are not negative, and differ by less than 2**31
+                    if (KIND.score == KEYS) | (KIND.score == VALUE):  # others differ by less than 2**31
                         counted &= keys >= first_key
                     tl.atomic_add(bins + first_bin + index, 1, counted, sem="relaxed")
                     below += (here & (keys < first_key)).to(tl.int32)
@@ -181,9 +176,7 @@ def narrow(states, histogram, gone, BITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["gone", "last_key"])
 def write_lowest(segments, firsts, states, num_nans, totals, gone, last_key, WRITES_MASK: tl.constexpr,
-                 WEIGHTS_TOO: tl.constexpr, BLOCK: tl.constexpr, SCORE: tl.constexpr, MARKED: tl.constexpr,
-                 DTYPE: tl.constexpr, GRAD: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
-                 CONTIGUOUS: tl.constexpr):  # fmt: skip
+                 WEIGHTS_TOO: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
     """Write +0.0 where an element goes, or a mask of what stays, if nothing is NaN.
 
     ``totals`` (tensors, 3): pruned, gone before, NaN.
@@ -196,21 +189,19 @@ def write_lowest(segments, firsts, states, num_nans, totals, gone, last_key, WRI
             key, last = tl.load(state + KEY_HIGH).to(tl.int32), tl.load(state + HIGH)
             num_pruned, num_gone = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
             for start in range(0, numel, BLOCK):
-                valid = in_tile(lanes, start, numel, BLOCK, ALIGNED)
-                keys, _ = keys_of(segment, start, lanes, valid, last_key, SCORE, MARKED, DTYPE, GRAD, WIDE, ALIGNED,
-                                  CONTIGUOUS)  # fmt: skip
-                if CONTIGUOUS:  # ties are compared as int32, with how many places of the tile go
-                    num = last + 1 - tl.load(segment + ZEROTH) - flat_index(segment, start, 0, CONTIGUOUS)
+                valid = in_tile(lanes, start, numel, BLOCK, KIND.aligned)
+                keys, _ = keys_of(segment, start, lanes, valid, last_key, KIND)
+                if KIND.contiguous:  # ties are compared as int32, with how many places of the tile go
+                    num = last + 1 - tl.load(segment + ZEROTH) - flat_index(segment, start, 0, KIND)
                     is_early = lanes < tl.minimum(tl.maximum(num, 0), BLOCK).to(tl.int32)
                 else:
-                    is_early = tl.load(segment + ZEROTH) + flat_index(segment, start, lanes, CONTIGUOUS) <= last
+                    is_early = tl.load(segment + ZEROTH) + flat_index(segment, start, lanes, KIND) <= last
                 goes = valid & ((keys < key) | ((keys == key) & is_early))
                 num_pruned += goes.to(tl.int32)
                 num_gone += (valid & (keys == gone)).to(tl.int32)
-                write(segment, start, lanes, goes, valid, WRITES_MASK, DTYPE, ALIGNED)
+                write(segment, start, lanes, goes, valid, WRITES_MASK, KIND)
             add(totals + tl.load(segment + TENSOR) * 3, num_pruned)
             add(totals + tl.load(segment + TENSOR) * 3 + 1, num_gone)
     else:  # they are named
         for i in range(tl.load(firsts + program), tl.load(firsts + program + 1)):
-            nans_of(segments + i * NUM_COLUMNS, totals, last_key, BLOCK, SCORE, MARKED, DTYPE, GRAD, WIDE, ALIGNED,
-                    CONTIGUOUS, WEIGHTS_TOO)  # fmt: skip
+            nans_of(segments + i * NUM_COLUMNS, totals, last_key, BLOCK, KIND, WEIGHTS_TOO)

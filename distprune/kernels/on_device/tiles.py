@@ -6,6 +6,8 @@ and the flat index. A *segment* is a stretch of one tensor, of one program. A *r
 follow each other; the runs of a segment are as long as each other, and equally far apart.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -21,6 +23,22 @@ VALUES, OTHER, OUT, MASK, NUMEL, TENSOR, COMPETITION, ZEROTH, FLAT, START, RUN, 
     tl.constexpr(i) for i in range(15)
 )
 NUM_COLUMNS = tl.constexpr(15)
+
+
+class Kind(NamedTuple):
+    """What all segments of a launch have in common; kernels are compiled for it.
+
+    ``aligned``: to 16 bytes, in multiples of 16 elements. ``contiguous``: each segment is one run. ``wide``: keys are
+    those of float32, in which other dtypes compete.
+    """
+
+    dtype: tl.dtype
+    other: tl.dtype  # of gradients, or scores
+    aligned: bool
+    contiguous: bool
+    score: int = 0
+    marked: int = 0
+    wide: bool = False
 
 
 @triton.jit
@@ -40,13 +58,13 @@ def store(address, start, lanes, numbers, valid, DTYPE: tl.constexpr, ALIGNED: t
 
 
 @triton.jit
-def write(segment, start, lanes, goes, valid, WRITES_MASK: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+def write(segment, start, lanes, goes, valid, WRITES_MASK: tl.constexpr, KIND: tl.constexpr):
     """Write a mask of what stays, or +0.0 where an element ``goes``."""
     if WRITES_MASK:
-        store(tl.load(segment + OUT), start, lanes, (~goes).to(tl.int8) & 1, valid, tl.int8, ALIGNED)
+        store(tl.load(segment + OUT), start, lanes, (~goes).to(tl.int8) & 1, valid, tl.int8, KIND.aligned)
     else:
-        values = load(tl.load(segment + VALUES), start, lanes, valid, DTYPE, ALIGNED)
-        store(tl.load(segment + VALUES), start, lanes, tl.where(goes, 0.0, values), valid, DTYPE, ALIGNED)
+        values = load(tl.load(segment + VALUES), start, lanes, valid, KIND.dtype, KIND.aligned)
+        store(tl.load(segment + VALUES), start, lanes, tl.where(goes, 0.0, values), valid, KIND.dtype, KIND.aligned)
 
 
 @triton.jit
@@ -70,25 +88,25 @@ def magnitude(values):
 
 
 @triton.jit
-def flat_index(segment, start, lanes, CONTIGUOUS: tl.constexpr):
+def flat_index(segment, start, lanes, KIND: tl.constexpr):
     """Return the flat indices, in the whole tensor, of elements of a segment."""
     local, first = tl.load(segment + START) + start + lanes, tl.load(segment + FLAT)
-    if CONTIGUOUS:
+    if KIND.contiguous:
         return first + local
     run = tl.load(segment + RUN)
     return first + local // run * tl.load(segment + STRIDE) + local % run
 
 
 @triton.jit
-def hashed(segment, start, lanes, CONTIGUOUS: tl.constexpr):
+def hashed(segment, start, lanes, KIND: tl.constexpr):
     """Return what ``scores/random.py`` makes of flat indices, int32."""
-    if CONTIGUOUS:  # one 64-bit number a tile
-        begin = flat_index(segment, start, 0, CONTIGUOUS)
+    if KIND.contiguous:  # one 64-bit number a tile
+        begin = flat_index(segment, start, 0, KIND)
         low = begin.to(tl.uint32) + lanes.to(tl.uint32)
         mixed = low + (begin >> 32).to(tl.uint32) * 0x9E3779B9
         mixed += tl.where(low < begin.to(tl.uint32), 0x9E3779B9, 0).to(tl.uint32)  # past 2**32 within the tile
     else:
-        flat = flat_index(segment, start, lanes, CONTIGUOUS)
+        flat = flat_index(segment, start, lanes, KIND)
         mixed = flat.to(tl.uint32) + (flat >> 32).to(tl.uint32) * 0x9E3779B9
     mixed += tl.load(segment + FIRST).to(tl.uint32)
     mixed = (mixed ^ (mixed >> 16)) * 0x21F0AAAD
@@ -99,40 +117,37 @@ def hashed(segment, start, lanes, CONTIGUOUS: tl.constexpr):
 
 
 @triton.jit
-def keys_of(segment, start, lanes, valid, last_key, SCORE: tl.constexpr, MARKED: tl.constexpr, DTYPE: tl.constexpr,
-            GRAD: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr, CONTIGUOUS: tl.constexpr,
-            WEIGHTS_TOO: tl.constexpr = False):  # fmt: skip
+def keys_of(segment, start, lanes, valid, last_key, KIND: tl.constexpr, WEIGHTS_TOO: tl.constexpr = False):
     """Return keys, and which are NaN; ``WEIGHTS_TOO``: or of NaN weights.
 
-    ``WIDE``: those of float32, in which other dtypes compete.
     What is ``MARKED`` has -1, but beside scores with a sign one less than the lowest; of magnitudes a zero has 0 in
     any case.
     """
-    GONE: tl.constexpr = -0x7F800001 if SCORE == VALUE else -1
-    values = load(tl.load(segment + VALUES), start, lanes, valid, DTYPE, ALIGNED)
-    if SCORE == KEYS:
+    GONE: tl.constexpr = -0x7F800001 if KIND.score == VALUE else -1
+    values = load(tl.load(segment + VALUES), start, lanes, valid, KIND.dtype, KIND.aligned)
+    if KIND.score == KEYS:
         keys = values.to(tl.int32)
         is_nan = valid & (keys > last_key)
     else:
         bits, infinity = magnitude(values)
-        is_nan = valid & (bits > infinity) & (WEIGHTS_TOO or SCORE == MAGNITUDE)
-        if SCORE == MAGNITUDE:
-            keys = magnitude(values.to(tl.float32))[0] if WIDE else bits
+        is_nan = valid & (bits > infinity) & (WEIGHTS_TOO or KIND.score == MAGNITUDE)
+        if KIND.score == MAGNITUDE:
+            keys = magnitude(values.to(tl.float32))[0] if KIND.wide else bits
         else:
-            if SCORE == RANDOM:
-                keys = hashed(segment, start, lanes, CONTIGUOUS)
+            if KIND.score == RANDOM:
+                keys = hashed(segment, start, lanes, KIND)
             else:
-                scores = load(tl.load(segment + OTHER), start, lanes, valid, GRAD, ALIGNED).to(tl.float32)
-                keys, infinity = magnitude(values.to(tl.float32) * scores if SCORE == TAYLOR else scores)
+                scores = load(tl.load(segment + OTHER), start, lanes, valid, KIND.other, KIND.aligned).to(tl.float32)
+                keys, infinity = magnitude(values.to(tl.float32) * scores if KIND.score == TAYLOR else scores)
                 is_nan |= valid & (keys > infinity)
-                if SCORE == VALUE:
+                if KIND.score == VALUE:
                     keys = tl.where(scores < 0, -keys, keys)
-            if MARKED == ZEROS:
+            if KIND.marked == ZEROS:
                 keys, is_nan = tl.where(bits == 0, GONE, keys), is_nan & (bits != 0)
-    if (MARKED == MASKED) | (MARKED == LEFT):
-        is_marked = load(tl.load(segment + MASK), start, lanes, valid, tl.int8, ALIGNED) != 0
-        keys = tl.where(is_marked, keys, GONE) if MARKED == MASKED else tl.where(is_marked, 0x7FFFFFFF, keys)
-        is_nan &= is_marked == (MARKED == MASKED)
+    if (KIND.marked == MASKED) | (KIND.marked == LEFT):
+        is_marked = load(tl.load(segment + MASK), start, lanes, valid, tl.int8, KIND.aligned) != 0
+        keys = tl.where(is_marked, keys, GONE) if KIND.marked == MASKED else tl.where(is_marked, 0x7FFFFFFF, keys)
+        is_nan &= is_marked == (KIND.marked == MASKED)
     return keys, is_nan
 
 
@@ -142,13 +157,10 @@ def add(pointer, flags):
 
 
 @triton.jit
-def nans_of(segment, totals, last_key, BLOCK: tl.constexpr, SCORE: tl.constexpr, MARKED: tl.constexpr,
-            DTYPE: tl.constexpr, GRAD: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
-            CONTIGUOUS: tl.constexpr, WEIGHTS_TOO: tl.constexpr):  # fmt: skip
+def nans_of(segment, totals, last_key, BLOCK: tl.constexpr, KIND: tl.constexpr, WEIGHTS_TOO: tl.constexpr):
     """Add to ``totals`` (tensors, 3) how many elements of a segment are NaN."""
     lanes, numel, nans = tl.arange(0, BLOCK), tl.load(segment + NUMEL), tl.zeros([BLOCK], tl.int32)
     for start in range(0, numel, BLOCK):
-        valid = in_tile(lanes, start, numel, BLOCK, ALIGNED)
-        nans += keys_of(segment, start, lanes, valid, last_key, SCORE, MARKED, DTYPE, GRAD, WIDE, ALIGNED,
-                        CONTIGUOUS, WEIGHTS_TOO)[1].to(tl.int32)  # fmt: skip
+        valid = in_tile(lanes, start, numel, BLOCK, KIND.aligned)
+        nans += keys_of(segment, start, lanes, valid, last_key, KIND, WEIGHTS_TOO)[1].to(tl.int32)
     add(totals + tl.load(segment + TENSOR) * 3 + 2, nans)
