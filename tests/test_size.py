@@ -13,11 +13,11 @@ PACKAGE = Path(__file__).parent.parent / "distprune"
 LINES = {
     ".": (406, 320),
     "calibration": (1950, 1350),
-    "checkpoint": (1492, 1180),
+    "checkpoint": (1485, 1180),
     "cli": (583, 410),
     "collectives": (675, 640),
-    "jobs": (2014, 1280),
-    "kernels": (871, 800),
+    "jobs": (2011, 1280),
+    "kernels": (853, 800),
     "masks": (487, 470),
     "models": (887, 690),
     "oneshot": (1900, 1440),
@@ -25,8 +25,8 @@ LINES = {
     "pruning": (1421, 960),
     "removal": (1508, 1160),
     "scores": (376, 350),
-    "selection": (497, 520),
-    "shards": (1186, 1030),
+    "selection": (496, 520),
+    "shards": (1177, 1030),
     "training": (1473, 1030),
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -80,32 +79,12 @@ def pieces_of(geometry: Geometry, whole: Piece, begin: int = 0) -> list[Piece]:
 @lru_cache(maxsize=1 << 12)
 def _parts(geometry: Geometry) -> list[tuple[slice, int, int, int]]:
     """Return local offsets whose flat indices are of one kind: the first, how many follow it, and how far apart."""
-    numel, start = geometry.local_numel, geometry.flat_start
-    if not numel or start is not None:
-        return [(slice(0, numel), start or 0, _CONTIGUOUS, 0)] if numel else []
-    starts, lengths = _runs_of(geometry)
-    if len(set(np.diff(starts).tolist())) <= 1 and len(set(lengths.tolist())) == 1:
-        apart = int(starts[1] - starts[0]) if len(starts) > 1 else _CONTIGUOUS
-        return [(slice(0, numel), int(starts[0]), int(lengths[0]), apart)]
-    stops = np.cumsum(lengths)
-    rows = zip(starts.tolist(), (stops - lengths).tolist(), stops.tolist(), strict=True)
+    starts, offsets = geometry.stretches
+    lengths = np.diff(offsets)
+    if len(starts) > 1 and len(set(np.diff(starts).tolist())) == 1 and len(set(lengths.tolist())) == 1:
+        return [(slice(0, geometry.local_numel), int(starts[0]), int(lengths[0]), int(starts[1] - starts[0]))]
+    rows = zip(starts.tolist(), offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
     return [(slice(begin, end), flat, _CONTIGUOUS, 0) for flat, begin, end in rows]
-
-
-def _runs_of(geometry: Geometry) -> tuple[IntArray, IntArray]:
-    """Return the flat index at which each stretch of local elements begins, in local order, and their lengths."""
-    sizes = geometry.global_shape
-    cut = max(dim for dim, size in enumerate(sizes) if geometry.local_shape[dim] != size)
-    starts, lengths = np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    for dim, runs in enumerate(geometry.dim_runs[: cut + 1]):
-        stride = math.prod(sizes[dim + 1 :])
-        if dim < cut:
-            indices = np.concatenate([np.arange(*run) for run in runs])
-        else:
-            indices = np.array([start for start, _ in runs])
-            lengths = np.tile(np.array([stop - start for start, stop in runs]) * stride, len(starts))
-        starts = (starts[:, None] + indices * stride).reshape(-1)
-    return starts, lengths
 
 
 @dataclass
