@@ -21,12 +21,12 @@ LINES = {
     "masks": (487, 470),
     "models": (887, 690),
     "oneshot": (1900, 1440),
-    "patterns": (1483, 690),
+    "patterns": (1478, 690),
     "pruning": (1421, 960),
     "removal": (1508, 1160),
     "scores": (376, 350),
-    "selection": (496, 520),
-    "shards": (1177, 1030),
+    "selection": (493, 520),
+    "shards": (1171, 1030),
     "training": (1473, 1030),
 }
 

@@ -22,15 +22,14 @@ from distprune.patterns.unit_sums import (
     Competitors,
     Grid,
     agree_on_grid,
+    choice_of_units,
     empty_table,
     table_of,
-    thresholds_of,
-    write_units,
 )
 from distprune.patterns.unstructured import choose_elements
 from distprune.scores.base import LocalScores
 from distprune.selection.radix import Selection, select_lowest
-from distprune.shards.device import fetched, sent
+from distprune.shards.device import fetched
 from distprune.shards.matrix import Matrix
 
 BoolArray = npt.NDArray[np.bool_]
@@ -123,24 +122,15 @@ class Block(Pattern):
                 words += sum(units.num_gone() for units in blocks.competitors)
 
             num_gone = sum_together(ranked.comm, (len(members),), count_gone).tolist()
-        competing, firsts = blocks.competing, blocks.competing.firsts
+        competing = blocks.competing
         competitions = competing.competitions(self.sparsity, num_gone, lambda _: SUMS, " (blocks)")
         selection = select_lowest(
             ranked.comm, competitions, lambda: [source for units in blocks.competitors for source in units.sources]
         )
         answers = blocks.cut.back(lambda: blocks.decide_cut(selection)) if any(num_cut) else {}
-        stays_on = cache(lambda device: sent(blocks.stays(selection, answers), device))
-
-        def decide(scores: LocalScores, out: torch.Tensor) -> torch.Tensor:
-            units = blocks.of(scores)  # of a shard, or of a piece of one
-            numbers = units.numbers + firsts[ranked.index[scores.shard.name]]
-            first, end = np.searchsorted(blocks.here.numbers, [*numbers[:1], *numbers[-1:] + 1]).tolist() or (0, 0)
-            stays = stays_on(out.device)[first:end]
-            if end - first > len(numbers):
-                stays = stays[np.searchsorted(blocks.here.numbers[first:end], numbers)]
-            return write_units(scores, units, stays, out)
-
-        return Choice(thresholds_of(competing.by_member(selection.thresholds), score, blocks.grid), decide)
+        return choice_of_units(
+            competing, selection, blocks.grid, blocks.of, blocks.here.numbers, lambda: blocks.stays(selection, answers)
+        )
 
 
 class _LocalSums:

@@ -24,14 +24,13 @@ from distprune.patterns.unit_sums import (
     SUMS,
     Competitors,
     agree_on_grid,
+    choice_of_units,
     empty_table,
     table_of,
-    thresholds_of,
-    write_units,
 )
 from distprune.scores.base import LocalScores
 from distprune.selection.radix import select_lowest
-from distprune.shards.device import fetched, sent
+from distprune.shards.device import fetched
 from distprune.shards.matrix import Matrix
 
 Reduce = Callable[[Communicator, Sequence[int], Callable[[torch.Tensor], object]], torch.Tensor]
@@ -136,11 +135,4 @@ class Channels(Pattern):
             competitions = competing.competitions(self.sparsity, num_gone, lambda _: SUMS, " (channels)")
             selection = select_lowest(Alone(), competitions, lambda: channels.sources)
             stays = channels.stays(selection)
-        stays_on = cache(lambda device: sent(stays, device))
-
-        def decide(scores: LocalScores, out: torch.Tensor) -> torch.Tensor:
-            units, first, there = units_of(scores), firsts[ranked.index[scores.shard.name]], stays_on(out.device)
-            own = torch.cat([there[first + low : first + high] for low, high in ((0, 0), *units.runs)])
-            return write_units(scores, units, own, out)
-
-        return Choice(thresholds_of(competing.by_member(selection.thresholds), score, grid), decide)
+        return choice_of_units(competing, selection, grid, units_of, channels.numbers, lambda: stays)

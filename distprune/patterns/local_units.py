@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from distprune.shards.device import chunk_size, on_host, sent
-from distprune.shards.geometry import Geometry
+from distprune.shards.geometry import Geometry, indices_of
 from distprune.shards.matrix import LocalMatrix, Matrix
 
 IntArray = npt.NDArray[np.int64]
@@ -175,18 +175,14 @@ class BlockUnits:
 
 
 class ChannelUnits:
-    """Channels along ``dim`` of a parameter of ``shape``, of which ``geometry`` holds some elements.
-
-    ``runs``: of their ``numbers``.
-    """
+    """Channels along ``dim`` of a parameter of ``shape``, of which ``geometry`` holds some elements: ``numbers``."""
 
     def __init__(self, geometry: Geometry, shape: Sequence[int], dim: int) -> None:
         is_flat, dim = len(geometry.global_shape) < len(shape), dim % len(shape)
         local_shape = shape if is_flat else geometry.local_shape
         self._shape = math.prod(local_shape[:dim]), local_shape[dim], math.prod(local_shape[dim + 1 :])
         self._elements = geometry.dim_runs[0] if is_flat else ((0, geometry.local_numel),)
-        self.runs = ((0, shape[dim]),) if is_flat else geometry.dim_runs[dim]
-        self.numbers = np.concatenate([np.arange(*run) for run in ((0, 0), *self.runs)])
+        self.numbers = np.arange(shape[dim]) if is_flat else indices_of(geometry.dim_runs[dim]).numpy()
 
     def pieces(self, device: torch.device) -> Iterator[UnitBox]:
         """Yield all elements, a chunk at a time."""

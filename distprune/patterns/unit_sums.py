@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from distprune.collectives.agree import max_together
+from distprune.patterns.base import Choice
 from distprune.patterns.census import Competing
 from distprune.patterns.local_units import BlockUnits, ChannelUnits, UnitBox
 from distprune.scores.base import LocalScores, Score
@@ -24,7 +25,7 @@ from distprune.scores.exact_sum import grid_scale, summable
 from distprune.selection.host import Source
 from distprune.selection.order import Order
 from distprune.selection.radix import Selection, raise_nans
-from distprune.shards.device import chunk_size, count_true, fetched, on_host
+from distprune.shards.device import chunk_size, count_true, fetched, on_host, sent
 from distprune.shards.geometry import Geometry, runs_of
 
 BoolArray = npt.NDArray[np.bool_]
@@ -143,21 +144,6 @@ def agree_on_grid(competing: Competing) -> Grid:
     return Grid(scales, sizes, is_odd > 0)
 
 
-@dataclass(frozen=True)
-class UnitKeys:
-    """The keys of units that compete, int64, on the host."""
-
-    tensor: torch.Tensor
-
-    @property
-    def device(self) -> torch.device:
-        return self.tensor.device
-
-    def keys(self, order: Order) -> Iterator[Any]:  # noqa: ARG002
-        for keys in torch.split(self.tensor, chunk_size(self.device)):
-            yield keys.numpy() if on_host(self.device) else keys
-
-
 @dataclass(frozen=True, eq=False)
 class Competitors:
     """Some units on the host: their numbers, ascending and counted over all members, their keys, and which are gone."""
@@ -212,7 +198,8 @@ class Competitors:
         bounds, sources = np.searchsorted(self.numbers, edges).tolist(), []
         for i, (low, high) in enumerate(itertools.pairwise(bounds)):
             geometry = Geometry((edges[i + 1] - edges[i],), (runs_of(self.numbers[low:high] - edges[i]),))
-            sources.append(Source("units", UnitKeys(self.keys[low:high]), geometry, True, i, 0))
+            keys = partial(_in_chunks, self.keys[low:high])
+            sources.append(Source("units", self.keys.device, keys, geometry, True, i, 0))
         return sources
 
     def stays(self, selection: Selection) -> torch.Tensor:
@@ -224,7 +211,12 @@ class Competitors:
         return stays
 
 
-def thresholds_of(keys: list[float | int | None], score: Score, grid: Grid | None) -> list[float | int | None]:
+def _in_chunks(keys: torch.Tensor, _: Order) -> Iterator[Any]:
+    for part in torch.split(keys, chunk_size(keys.device)):
+        yield part.numpy() if on_host(keys.device) else part
+
+
+def _thresholds(keys: list[float | int | None], score: Score, grid: Grid | None) -> list[float | int | None]:
     """Return by member the score for which each of ``keys`` of units stands. A random key stands for itself."""
     if grid is None:
         return keys
@@ -240,15 +232,34 @@ def thresholds_of(keys: list[float | int | None], score: Score, grid: Grid | Non
     return found
 
 
-def write_units(
-    scores: LocalScores, units: BlockUnits | ChannelUnits, stays: torch.Tensor, out: torch.Tensor
-) -> torch.Tensor:
-    """Write which elements of a shard stay into ``out``, by which of its ``units`` do: see :class:`Choice`. Local."""
-    counts = torch.zeros(3, dtype=torch.int64, device=out.device)
-    for piece in units.pieces(out.device):
-        piece.spread(stays[piece.where], out[piece.at])
-        if not scores.regrows and (gone := scores.is_gone(piece.at)) is not None:
-            torch.gt(out[piece.at], gone, out=out[piece.at])  # and not
-            counts[1].add_(count_true(gone))
-    counts[0] = len(out) - count_true(out)
-    return counts
+def choice_of_units(
+    competing: Competing,
+    selection: Selection,
+    grid: Grid | None,
+    units_of: Callable[[LocalScores], BlockUnits | ChannelUnits],
+    numbers: IntArray,
+    stays: Callable[[], torch.Tensor],
+) -> Choice:
+    """Return the choice, of which ``stays`` returns which of the units ``numbers`` stay, bool, on the CPU. Local.
+
+    ``units_of`` returns the units of a shard, or of a piece of one.
+    """
+    stays_on = cache(lambda device: sent(stays(), device))
+
+    def decide(scores: LocalScores, out: torch.Tensor) -> torch.Tensor:
+        units = units_of(scores)
+        at = np.searchsorted(numbers, units.numbers + competing.firsts[competing.ranked.index[scores.shard.name]])
+        first, end = (int(at[0]), int(at[-1]) + 1) if len(at) else (0, 0)
+        own_stays = stays_on(out.device)[first:end]
+        if end - first > len(at):
+            own_stays = own_stays[sent(torch.from_numpy(at - first), out.device)]
+        counts = torch.zeros(3, dtype=torch.int64, device=out.device)
+        for piece in units.pieces(out.device):
+            piece.spread(own_stays[piece.where], out[piece.at])
+            if not scores.regrows and (gone := scores.is_gone(piece.at)) is not None:
+                torch.gt(out[piece.at], gone, out=out[piece.at])  # and not
+                counts[1].add_(count_true(gone))
+        counts[0] = len(out) - count_true(out)
+        return counts
+
+    return Choice(_thresholds(competing.by_member(selection.thresholds), competing.ranked.score, grid), decide)

@@ -82,7 +82,7 @@ def choose_elements(ranked: Ranked, share: Shares, scope: Scope, num_gone: Seque
 
     def source(scores: LocalScores) -> Source:
         shard = scores.shard
-        return Source(shard.name, scores, shard.geometry, shard.owned, *competing.place(scores))
+        return Source(shard.name, scores.device, scores.keys, shard.geometry, shard.owned, *competing.place(scores))
 
     competitions = competing.competitions(share, num_gone, ranked.order, what)
     if ranked.on_gpu and runs_on_gpu(ranked, competitions):

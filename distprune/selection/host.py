@@ -5,9 +5,9 @@ Nouns: a *source* is one parameter's local elements in a competition. A *pile* i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,20 +26,16 @@ _FEW = 16  # of fewer elements than a 16th of the bins each is counted by itself
 _JOINED = 1 << 18  # elements of a pile: sources of half of them and fewer share one
 
 
-class Keyed(Protocol):
-    """Scores as keys, chunk by chunk in local order: on the host arrays, on a device tensors."""
-
-    @property
-    def device(self) -> torch.device: ...
-    def keys(self, order: Order) -> Iterator[Any]: ...
-
-
 @dataclass(frozen=True)
 class Source:
-    """One parameter's local elements in a competition; ``first_position``: that of flat index 0."""
+    """One parameter's local elements in a competition; ``first_position``: that of flat index 0.
+
+    ``keys`` yields their keys, chunk by chunk in local order: on the host arrays, on a device tensors.
+    """
 
     name: str
-    scores: Keyed
+    device: torch.device
+    keys: Callable[[Order], Iterator[Any]]
     geometry: Geometry
     owned: bool
     competition: int
@@ -151,8 +147,8 @@ class Pile:
 
     def _read(self) -> Iterator[tuple[int, Array]]:
         """Yield keys, unsigned from 0 (gone) up, and at which offset they begin."""
-        chunks: Iterator[Any] = (keys for source in self.sources for keys in source.scores.keys(self._order))
-        if not on_host(self.sources[0].scores.device):
+        chunks: Iterator[Any] = (keys for source in self.sources for keys in source.keys(self._order))
+        if not on_host(self.sources[0].device):
             tensors = chunks if len(self.sources) == 1 else iter([torch.cat([*chunks])])
             chunks = (keys.numpy() for chunk in tensors for keys in fetched([chunk]))
         elif len(self.sources) > 1:
@@ -192,7 +188,7 @@ def piles_of(orders: Sequence[Order], sources: Sequence[Source]) -> list[Pile]:
         order, numel = orders[source.competition], source.geometry.local_numel
         if numel <= _JOINED // 2:
             which = None if numel <= SMALL else source.competition
-            small.setdefault((order, source.scores.device, which), []).append(source)
+            small.setdefault((order, source.device, which), []).append(source)
         else:
             alone.append(Pile(order, [source], memory))
     return alone + [

@@ -72,7 +72,7 @@ class Selection:
         edge = source.geometry.num_before(last.position + 1 - source.first_position)  # ties before it are pruned
         is_here, start, num_gone = on_host(out.device), 0, 0
         flags: Any = out.numpy() if is_here else out
-        for keys in source.scores.keys(last.order):
+        for keys in source.keys(last.order):
             stop = start + len(keys)
             keep_above(keys, last.key, edge - start, flags[start:stop])
             if last.has_gone:

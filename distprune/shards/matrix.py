@@ -47,14 +47,6 @@ class Matrix:
             return range(len(shape) - 2, len(shape) - 1)
         return range(next(d for d in range(1, len(shape)) if math.prod(shape[:d]) == self.num_rows), len(shape))
 
-    def place(self, flat: Ints) -> tuple[Ints, Ints]:
-        """Return the row and the column of every flat index."""
-        if not self.transposed:
-            return flat // max(self.num_in, 1), flat % max(self.num_in, 1)
-        one = max(self.num_in * self.num_out, 1)
-        within = flat % one
-        return flat // one * self.num_out + within % max(self.num_out, 1), within // max(self.num_out, 1)
-
 
 @dataclass(frozen=True)
 class LocalMatrix:

@@ -47,11 +47,11 @@ def select(
         for i, part in enumerate(parts):
             geometry = Geometry((numel,), (((first, first + part.numel()),) if part.numel() else (),))
             scores = LocalScores(LocalShard(f"c{i}", part, geometry, Ownership()), Magnitude(), {}, gone)
-            found.append(Source(f"c{i}", scores, geometry, True, i, 0))
+            found.append(Source(f"c{i}", part.device, scores.keys, geometry, True, i, 0))
         return found
 
     selection = select_lowest(comm, competitions, sources)
-    masks = [torch.empty(e.geometry.local_numel, dtype=torch.bool, device=e.scores.device) for e in found]
+    masks = [torch.empty(e.geometry.local_numel, dtype=torch.bool, device=e.device) for e in found]
     counts = [selection.decide(source, mask).tolist() for source, mask in zip(found, masks, strict=True)]
     for (num_pruned, num_gone, _), mask in zip(counts, masks, strict=True):
         assert num_pruned == int((~mask).sum())
