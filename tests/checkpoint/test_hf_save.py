@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -91,33 +90,6 @@ def test_columns_cut_by_shards(tmp_path: Path, architecture: str) -> None:
     run_threads(2, save)
     written, source = load_file(target / "model.safetensors"), load_file(folder / "model.safetensors")
     assert all(torch.equal(written[name], source[name]) for name in source)
-
-
-def test_full_disk_raises_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_model(tmp_path / "model")
-    target = tmp_path / "out"
-    target.mkdir()
-    pwrite = os.pwrite
-
-    def full(*arguments: Any) -> Any:
-        if torch.distributed.get_rank() != 1:  # one rank fails, the others must hear of it
-            return pwrite(*arguments)
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", full)
-    results = run_threads(3, save_on_rank, folder, target, (3,), False, catch=True)
-    assert [type(result) for result in results] == [OSError] * 3
-    assert all(re.search("cannot write 'model.*': No space left", str(result)) for result in results)
-
-
-def test_too_little_space_is_found_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_model(tmp_path / "model")
-    target = tmp_path / "out"
-    target.mkdir()
-    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 10})())
-    with pytest.raises(OSError, match="10 bytes free"):
-        save_model(load_model(folder), open_directory(folder), target)
-    assert list(target.iterdir()) == []
 
 
 @pytest.mark.parametrize("change", ["absent", "added", "shape"])

@@ -10,6 +10,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,6 +179,21 @@ def test_a_full_disk(
     assert left(job).exists() == (kind != "prune" and (kind != "streamed" or num_writes > 0))
     assert pool.run(2, run_on_rank, job if kind == "prune" else dataclasses.replace(job, resume=True)) == ["", ""]
     assert is_whole(job, expected(job, 2))
+
+
+def run_with_little_room(rank: int, job: Any) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        return run_on_rank(rank, job)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_disk_that_is_too_small(make: Callable[[str], Any], pool: ProcessPool, kind: str) -> None:
+    job = make(kind)
+    for error in pool.run(2, run_with_little_room, job):
+        assert error.startswith("OSError: ")
+        assert "has 1,000 bytes free, and" in error
+    assert not Path(job.output).exists()
 
 
 def run_with_watcher(rank: int, job: Any, fails_at: str) -> str:

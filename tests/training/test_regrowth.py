@@ -41,7 +41,7 @@ Wholes = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how it is trained; ``after``: what it is after each move."""
+    """A model and how it is trained; ``after``: what it is after each move; ``moved``: how many have grown."""
 
     pattern: Pattern
     bys: Sequence[GrowBy]  # of move i, i modulo their number, as of what follows
@@ -49,6 +49,7 @@ class Case:
     values: list[Wholes]  # what training has made of it
     gradients: list[Wholes]
     after: list[Wholes]
+    moved: list[int]
 
 
 def whole_numbers(seed: int, dtype: torch.dtype, largest: int, shapes: Sequence[tuple[int, int]] = FITTING) -> Wholes:
@@ -112,20 +113,24 @@ def made(
 ) -> Case:
     values = [whole_numbers(seed, dtype, 9, shapes) for seed in range(3)]
     gradients = [{n: of / 4 for n, of in whole_numbers(seed, dtype, 5, shapes).items()} for seed in range(3, 6)]
+    for of_tensor in () if isinstance(pattern, prune.Block | prune.Channels) else gradients[1].values():
+        of_tensor[of_tensor > 1] = torch.inf  # it grows first, and not before what is left
     model = Holder({**values[0]})
     prune.prune_model(model, pattern=pattern, include="*", group=Alone())
     now = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    case = Case(pattern, bys, now, values, gradients, [])
+    case = Case(pattern, bys, now, values, gradients, [], [])
     for move in range(num_moves):
-        after = {}
+        after, num_moved = {}, 0
         for name, weight in now.items():
             before, growth = trained(weight, values[move % 3][name]), gradients[move % 3][name].abs()
             if bys[move % len(bys)] == "random":
                 growth = random_scores(name, growth.shape, move)
             keep = kept_after(pattern, before, growth)
+            num_moved += int((keep & is_held(before)).sum())
             after[name] = before.masked_fill(~keep, 0.0).masked_fill(keep & (before == 0), -0.0)
         now = after
         case.after.append(now)
+        case.moved.append(num_moved)
     return case
 
 
@@ -153,7 +158,8 @@ def check_rank(_: int, layout: Layout, world_size: int, cases: Sequence[Case]) -
                     got, expected = local(model.get_parameter(name)), local(wanted)
                     same = torch.equal(got, expected) and torch.equal(got.signbit(), expected.signbit())
                     assert same, (layout.name, world_size, case.pattern, by, move, name)
-            assert counts[-1].num_held == sum(int(is_held(whole).sum()) for whole in after.values())
+            num_held = sum(int(is_held(whole).sum()) for whole in after.values())
+            assert (counts[-1].num_held, counts[-1].num_moved) == (num_held, case.moved[move])
         hold.remove()  # of all optimizers there are
     return counts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ import distprune as prune
 from distprune.collectives.communicator import ProcessGroup
 from distprune.shards.layouts import local_of
 from distprune.training.hold import hold_zeros
-from distprune.training.regrowth import Counts, GrowBy, Regrow
+from distprune.training.regrowth import Regrow
 from distprune.training.schedules import at_once, constant, cubic, stepwise
 from distprune.training.sparse_training import SparseTraining
 from tests.sampling import only_whole
@@ -230,35 +230,6 @@ def other_sums_on_rank(_: int) -> None:
 
 def test_sums_of_movement_that_are_missing_or_of_others(pool: ProcessPool) -> None:
     pool.run(2, other_sums_on_rank)
-
-
-@pytest.mark.parametrize(("by", "is_finite"), [("gradient", True), ("gradient", False), ("random", True)])
-def test_regrow_by_hand(by: GrowBy, is_finite: bool) -> None:
-    """The smallest go, those of largest gradient come; what is dropped and grows again keeps its value."""
-    with drawing(0):
-        model, x = nn.Linear(30, 30, bias=False), torch.randn(64, 30)
-    prune.prune_model(model, 0.8)
-    hold = hold_zeros(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with hold.dense_gradients():
-        model(x).square().sum().backward()
-    before, gradient = model.weight.detach().clone().flatten(), cast(torch.Tensor, model.weight.grad).flatten()
-    gradient.masked_fill_(torch.tensor(not is_finite), torch.inf)
-    moved = hold.regrow(0.3, by=by, seed=0 if by == "random" else None)
-
-    num_kept, num_dropped = 180, 54
-    order = torch.where(before == 0, torch.inf, before.abs()).argsort(stable=True)
-    left = torch.zeros(900, dtype=torch.bool)
-    left[order[num_dropped:num_kept]] = True
-    after = model.weight.detach().flatten()
-    kept = after.view(torch.int32) != 0
-    if by == "gradient" and is_finite:
-        grown = torch.where(left, -1, gradient.abs()).argsort(descending=True, stable=True)[:num_dropped]
-        assert torch.equal(kept, left.index_fill(0, grown, True))
-    assert kept[left].all()
-    assert kept.sum() == num_kept
-    assert torch.equal(after, torch.where(kept, before, 0.0))
-    assert moved == Counts(720, 900, int((kept & (before == 0)).sum()))
-    assert 0 < moved.num_moved < num_dropped or not is_finite  # both kinds are there
 
 
 def _several(model: nn.Module) -> list[torch.optim.Optimizer]:
