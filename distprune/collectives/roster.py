@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
 from distprune.collectives.agree import each_different
@@ -49,37 +50,29 @@ class Layout:
 
 @dataclass(frozen=True)
 class Roster:
-    """The agreed list. Member ``i`` was listed by ``num_holders[i]`` ranks, the lowest is ``first_holder[i]``.
+    """The agreed list. Member ``i`` was listed by the ranks ``holders[i]``, ascending.
 
     ``num_copies[i]`` ranks hold the same elements of it, if the layout says that the parts of all fit together; else it
-    is ``None``: then the ranks have to count. ``lists``: of each different list the ranks that have it. Those of
-    ``lists_with[i]`` have member ``i``. ``on_gpu``: what each rank holds lies on one GPU that has kernels.
+    is ``None``: then the ranks have to count. ``on_gpu``: what each rank holds lies on one GPU that has kernels.
     """
 
     members: tuple[Member, ...]
-    first_holder: tuple[int, ...]
-    num_holders: tuple[int, ...]
+    holders: tuple[tuple[int, ...], ...]
     num_copies: tuple[int | None, ...]
-    lists: tuple[tuple[int, ...], ...]
-    lists_with: tuple[tuple[int, ...], ...]
     on_gpu: bool = False
 
     def index(self) -> dict[str, int]:
         """Return the place of every name."""
         return {member.name: i for i, member in enumerate(self.members)}
 
-    def holders(self, member: int) -> list[int]:
-        """Return the ranks that listed ``member``, ascending."""
-        return sorted(rank for i in self.lists_with[member] for rank in self.lists[i])
-
 
 def roster_of_one(comm: Communicator, members: Sequence[Member], *, on_gpu: bool = False) -> Roster:
     """Return the roster where every rank is known to hold this very list; nothing is communicated."""
     _check_names(0, members)
-    num, layouts, ranks = len(members), [member.layout for member in members], (tuple(range(comm.size)),)
+    layouts = [member.layout for member in members]
     copies = {layout: _num_copies({layout}, comm.size) for layout in {*layouts}}
     num_copies = tuple([copies[layout] for layout in layouts])
-    return Roster(tuple(members), (0,) * num, (comm.size,) * num, num_copies, ranks, ((0,),) * num, on_gpu)
+    return Roster(tuple(members), (tuple(range(comm.size)),) * len(members), num_copies, on_gpu)
 
 
 def roster_of_all(comm: Communicator, members: Sequence[Member], *, on_gpu: bool = False) -> Roster:
@@ -111,17 +104,14 @@ def roster_of_all(comm: Communicator, members: Sequence[Member], *, on_gpu: bool
                 raise _disagreement((told[first][0][0], other), (ranks[0], member))
             if first != i:
                 before.append((i, member))
-    lists = tuple([tuple(ranks) for ranks, _ in told])
-    order = _merged_order(names)
-    first_holder, num_holders, num_copies, lists_with = [], [], [], []
-    for name in order:
+    holders_of = cache(lambda *which: tuple(sorted([rank for i in which for rank in told[i][0]])))  # lists share them
+    members, holders, num_copies = [], [], []
+    for name in _merged_order(names):
         which, of_lists = zip(*stated[name], strict=True)
-        first_holder.append(lists[which[0]][0])
-        num_holders.append(sum([len(lists[i]) for i in which]))
-        num_copies.append(_num_copies({member.layout for member in of_lists}, num_holders[-1]))
-        lists_with.append(which)
-    members = tuple([stated[name][0][1] for name in order])
-    return Roster(members, tuple(first_holder), tuple(num_holders), tuple(num_copies), lists, tuple(lists_with), on_gpu)
+        members.append(of_lists[0])
+        holders.append(holders_of(*which))
+        num_copies.append(_num_copies({member.layout for member in of_lists}, len(holders[-1])))
+    return Roster(tuple(members), tuple(holders), tuple(num_copies), on_gpu)
 
 
 def _check_names(rank: int, members: Sequence[Member]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -115,17 +116,17 @@ def tables_of(pieces: Sequence[Piece], block: int, *, row: int = 1, programs: in
 
     ``row``: a segment has a multiple of so many elements.
     """
-    by_kind: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
+    by_kind, block = defaultdict[Any, list[tuple[int, ...]]](list), max(block, row) // row * row
     for piece in pieces:
-        columns = piece.row()
+        columns, tiles = piece.row(), kernels("tiles")
         if columns[_NUMEL]:
-            is_aligned = (columns[0] | columns[1] | columns[2] | columns[3] | columns[_NUMEL]) % 16 == 0
-            other = None if piece.other is None else piece.other.dtype
-            kind = piece.values.dtype, other, is_aligned, piece.run == _CONTIGUOUS
-            by_kind.setdefault(kind, []).append(columns)
+            is_aligned = (columns[0] | columns[1] | columns[2] | columns[3] | columns[_NUMEL] | block) % 16 == 0
+            given = piece.values, piece.values if piece.other is None else piece.other
+            dtypes = [getattr(tiles.tl, _NAMES[tensor.dtype]) for tensor in given]
+            by_kind[tiles.Kind(*dtypes, is_aligned, piece.run == _CONTIGUOUS)].append(columns)
     if not by_kind:
         return []
-    device, block = pieces[0].values.device, max(block, row) // row * row
+    device = pieces[0].values.device
     tables = [_table(kind, rows, block, programs or num_programs(device)) for kind, rows in by_kind.items()]
     words = np.concatenate([table.words for table in tables])
     on_device = sent(torch.tensor(words, dtype=torch.int64, device="cpu"), device)
@@ -134,9 +135,8 @@ def tables_of(pieces: Sequence[Piece], block: int, *, row: int = 1, programs: in
     return tables
 
 
-def _table(kind: tuple[Any, ...], columns: Sequence[tuple[int, ...]], block: int, programs: int) -> Table:
-    """``columns``: of each piece. A kind is the dtypes, whether all is aligned, and whether all is one run."""
-    dtype, other, is_aligned, is_contiguous = kind
+def _table(kind: Any, columns: Sequence[tuple[int, ...]], block: int, programs: int) -> Table:
+    """``columns``: of each piece."""
     rows = np.array(columns, dtype=np.int64)
     numels = rows[:, _NUMEL]
     ends = np.cumsum(-(-numels // block))  # in tiles
@@ -149,13 +149,11 @@ def _table(kind: tuple[Any, ...], columns: Sequence[tuple[int, ...]], block: int
 
     table = rows[owners]
     table[:, _NUMEL] = np.minimum((np.append(cuts[1:], ends[-1]) - cuts) * block, numels[owners] - start)
-    sizes = {_VALUES: dtype.itemsize, _OTHER: 0 if other is None else other.itemsize, _OUT: 1, _MASK: 1}
-    for column, size in sizes.items():
-        table[:, column] += start * size * (table[:, column] != 0)
+    num_bits = {_VALUES: kind.dtype.primitive_bitwidth, _OTHER: kind.other.primitive_bitwidth, _OUT: 8, _MASK: 8}
+    for column, num in num_bits.items():
+        table[:, column] += start * num // 8 * (table[:, column] != 0)
     table[:, _START] += start
-    dtypes = [getattr(kernels("tiles").tl, _NAMES[each]) for each in (dtype, other or dtype)]
     # All begin at multiples of 16 bytes: kernels are compiled for how pointers are aligned.
     rest, firsts = np.zeros(table.size % 2, dtype=np.int64), np.searchsorted(cuts, by_program)
     words = np.concatenate([table.reshape(-1), rest, firsts, firsts[: len(firsts) % 2]])
-    made = kernels("tiles").Kind(*dtypes, is_aligned and block % 16 == 0, is_contiguous)
-    return Table(words, table.size + len(rest), (programs,), made)
+    return Table(words, table.size + len(rest), (programs,), kind)

@@ -8,7 +8,7 @@ is the home of an equal range. An *item* is an element, or what a rank holds of 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,14 +64,13 @@ class CutBands:
 
         ``num_bytes``: by member, what all ranks send. Members that no rank holds together may share a batch.
         """
-        ends, batches = [0] * len(roster.lists), defaultdict[int, list[int]](list)
+        ends, batches = Counter[int](), defaultdict[int, list[int]](list)  # by rank
         for member, num in enumerate(num_bytes):
             if num:
-                lists = roster.lists_with[member]
-                end = max(ends[i] for i in lists) + -(-num // roster.num_holders[member])
+                holders = roster.holders[member]
+                end = max([ends[rank] for rank in holders]) + -(-num // len(holders))
                 batches[(end - 1) // _BATCH].append(member)
-                for i in lists:
-                    ends[i] = end
+                ends |= Counter(dict.fromkeys(holders, end))
         return [*batches.values()]
 
     def bring(self, members: Sequence[int], part_of: Callable[[int], CutPart | None]) -> None:
@@ -83,7 +82,7 @@ class CutBands:
             values = dict(zip(owned, fetched([*owned.values()]), strict=True))
             words = defaultdict[int, list[torch.Tensor]](list)
             for member, part in parts.items():
-                homes = self._roster.holders(member)
+                homes = self._roster.holders[member]
                 firsts = [-(-part.num_bands * i // len(homes)) * part.num_items for i in range(len(homes) + 1)]
                 bounds = np.searchsorted(part.numbers, firsts).tolist()
                 for home, low, high in zip(homes, bounds, bounds[1:], strict=False):

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,12 +69,11 @@ class Agreed:
 
     def shards(self) -> list[LocalShard]:
         """Return this rank's shards, with their owners settled. No communication."""
-        place, roster = self.roster.index(), self.roster
-        global_rank = {rank: self.comm.global_rank(rank) for rank in {self.comm.rank, *roster.first_holder}}
-        own_rank, shards = global_rank[self.comm.rank], []
+        holders, shards = dict(zip(self.roster.index(), self.roster.holders, strict=True)), []
+        global_rank = cache(self.comm.global_rank)
         for shard in self.found.shards:
-            i = place[shard.name]
-            shards.append(shard.owned_by(own_rank, global_rank[roster.first_holder[i]], roster.num_holders[i]))
+            ranks = holders[shard.name]
+            shards.append(shard.owned_by(global_rank(self.comm.rank), global_rank(ranks[0]), len(ranks)))
         return shards
 
 

@@ -18,7 +18,6 @@ from typing_extensions import override
 _HOST_TYPES = ("cpu",)  # of devices; what lies there is worked on by numpy
 _HOST_CHUNK = 1 << 17  # elements: the temporaries of one chunk stay in a core's second-level cache
 SMALL = 1 << 14  # elements: so many and fewer are worked on together with those of other shards
-_JOINED = 1 << 18  # elements of small shards at a time
 _DEVICE_CHUNK = 1 << 21  # elements: large enough to fill an accelerator, and under 64 MiB of temporaries
 
 
@@ -55,7 +54,7 @@ def row_chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         yield from zip(*(torch.split(tensor, num_rows) for tensor in tensors), strict=True)
 
 
-def batches(items: Iterable[tuple[Any, int]], most: int = _JOINED) -> Iterator[list[Any]]:
+def batches(items: Iterable[tuple[Any, int]], most: int) -> Iterator[list[Any]]:
     """Yield items to take together, but for empty ones: of ``most`` elements at most, or one that has more.
 
     ``items``: each with its number of elements.

@@ -240,15 +240,14 @@ def _check_roster(comm: Communicator) -> None:
     one = [Member("b", (2, 3), "torch.float32"), Member("a", (4,), "torch.float32")]
     roster = roster_of_all(comm, one)
     assert roster_of_one(comm, one) == roster
-    assert (list(roster.members), roster.first_holder, roster.num_holders) == (one, (0, 0), (comm.size,) * 2)
+    assert (list(roster.members), roster.holders) == (one, (tuple(range(comm.size)),) * 2)
     # A pipeline: every rank has two layers of its own, and all share the norm.
     norm = Member("norm", (3,), "torch.float32")
     own = [Member(f"layers.{2 * comm.rank + i}.w", (3,), "torch.float32") for i in range(2)]
     roster = roster_of_all(comm, [*own, norm])
     names = [f"layers.{i}.w" for i in range(2 * comm.size)] + ["norm"]
     assert [member.name for member in roster.members] == names
-    assert roster.first_holder == (*(i // 2 for i in range(2 * comm.size)), 0)
-    assert roster.num_holders == ((1,) * 2 * comm.size) + (comm.size,)
+    assert roster.holders == (*((i // 2,) for i in range(2 * comm.size)), tuple(range(comm.size)))
     with pytest.raises(ValueError, match="twice"):
         roster_of_all(comm, [norm, norm])
     if comm.size > 1:
