@@ -20,13 +20,13 @@ LINES = {
     "kernels": (851, 800),
     "masks": (487, 470),
     "models": (887, 690),
-    "oneshot": (1900, 1440),
-    "patterns": (1477, 690),
+    "oneshot": (1899, 1440),
+    "patterns": (1462, 690),
     "pruning": (1421, 960),
     "removal": (1508, 1160),
     "scores": (376, 350),
     "selection": (493, 520),
-    "shards": (1170, 1030),
+    "shards": (1164, 1030),
     "training": (1473, 1030),
 }
 

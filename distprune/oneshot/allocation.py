@@ -192,7 +192,6 @@ class _Layer:
             geometry = Geometry.nothing(shape) if place is None else Geometry(shape, tuple(dim_runs))
             local = local.new_empty(geometry.local_shape) if place is None else local[place]
         held = LocalMatrix.of(geometry, Matrix(linear.num_out, linear.num_in, linear.transposed))
-        assert held is not None  # DTensors cut dims, never within a row
         outputs = sent(self.found.outputs.sqrt()[torch.from_numpy(held.rows)], local.device)
         inputs = sent(self.found.inputs.sqrt()[torch.from_numpy(held.columns)], local.device)
         output, given = (outputs, inputs[:, None]) if linear.transposed else (outputs[:, None], inputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import final
@@ -12,15 +12,11 @@ import torch
 from typing_extensions import override
 
 from distprune.collectives.agree import max_together, sum_together, together
-from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Alone
 from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares, check_share
 from distprune.patterns.census import Competing, take_census
 from distprune.patterns.local_units import ChannelUnits
 from distprune.patterns.unit_sums import (
-    NUM_GONE,
-    NUM_INFINITE,
-    SUM,
     SUMS,
     Competitors,
     agree_on_grid,
@@ -32,8 +28,6 @@ from distprune.scores.base import LocalScores
 from distprune.selection.radix import select_lowest
 from distprune.shards.device import fetched
 from distprune.shards.matrix import Matrix
-
-Reduce = Callable[[Communicator, Sequence[int], Callable[[torch.Tensor], object]], torch.Tensor]
 
 _WORDS = (1 << 17) - 1  # of a message of 1 MiB
 
@@ -91,9 +85,8 @@ class Channels(Pattern):
         """Every rank must call it. Rounds: one for the census, one for the grid, one of 16 bytes a channel, or several
         of 1 MiB each, and one of 64 bytes.
 
-        The grid takes 8 bytes a parameter; random scores need none. Infinite scores take 8 bytes a channel more,
-        largest and smallest scores a round of their own. Every rank then knows the scores of all channels, and sorts
-        them.
+        The grid takes 8 bytes a parameter; random scores need none. Infinite scores that are summed up take 8
+        bytes a channel more. Every rank then knows the scores of all channels, and sorts them.
         """
         score, members = ranked.score, ranked.roster.members
         ranked.order(range(len(members)))  # raises alike on all ranks
@@ -115,21 +108,15 @@ class Channels(Pattern):
                 table[:, torch.from_numpy(firsts[i] + units_of(scores).numbers)] = part
             return table
 
-        plan: list[tuple[Reduce, slice]] = [(sum_together, slice(0, 1 if grid is None else 2 + grid.is_odd))]
-        if score.combined_by != "sum":
-            plan = [(sum_together, slice(NUM_GONE, SUM)), (max_together, slice(SUM, NUM_INFINITE))]
-        messages = []
-        for reduce, rows in plan:
-            numel = (rows.stop - rows.start) * firsts[-1]
-            for first in range(0, numel, _WORDS):
-                at = slice(first, min(first + _WORDS, numel))
-                told = partial(lambda rows, at, words: words.copy_(own_table()[rows].view(-1)[at]), rows, at)
-                messages.append((rows, at, reduce(ranked.comm, (at.stop - first,), told)))
+        num_words, messages = (1 if grid is None else 2 + grid.is_odd) * firsts[-1], list[torch.Tensor]()
+        reduce = sum_together if score.combined_by == "sum" else max_together
+        for first in range(0, num_words or 1, _WORDS):
+            at = slice(first, min(first + _WORDS, num_words))
+            told = partial(lambda at, words: words.copy_(own_table().view(-1)[at]), at)
+            messages.append(reduce(ranked.comm, (at.stop - first,), told))
 
         with together(ranked.comm):
-            table = own_table()
-            for rows, at, message in messages:
-                table[rows].view(-1)[at] = message
+            table = torch.cat(messages).view(own_table().shape)
             channels = Competitors.of(competing, np.arange(firsts[-1]), table)
             num_gone = channels.num_gone().tolist() if ranked.of_left else [0] * len(nums)
             competitions = competing.competitions(self.sparsity, num_gone, lambda _: SUMS, " (channels)")

@@ -216,17 +216,14 @@ def local_matrices(geometry: Geometry, matrix: Matrix) -> list[tuple[int, LocalM
 
     Before each stands the local offset at which it begins.
     """
-    whole = LocalMatrix.of(geometry, matrix)
-    if whole is not None:
-        return [(0, whole)]
+    if len(geometry.global_shape) > 1:
+        return [(0, LocalMatrix.of(geometry, matrix))]
     sizes = (matrix.num_in, matrix.num_out) if matrix.transposed else (matrix.num_out, matrix.num_in)
     shape, parts, begin = (matrix.num_matrices, *sizes), list[tuple[int, LocalMatrix]](), 0
     for start, stop in geometry.dim_runs[0]:
         for box in boxes(start, stop, shape):
             part = Geometry(shape, tuple((bounds,) for bounds in box))
-            local = LocalMatrix.of(part, matrix)
-            assert local is not None
-            parts.append((begin, local))
+            parts.append((begin, LocalMatrix.of(part, matrix)))
             begin += part.local_numel
     return parts
 

@@ -33,12 +33,13 @@ IntArray = npt.NDArray[np.int64]
 
 VALUES = Order("value", torch.float64)  # of extremes
 SUMS = Order("value", torch.int64)  # of keys of units
-NUM_GONE, SUM, NUM_INFINITE = 0, 1, 2  # rows of a table; those of minus infinity count -1
+# Rows of a table: of gone units the first is 0, of others more. Those of minus infinity count -1.
+HAS_LEFT, SUM, NUM_INFINITE = 0, 1, 2
 
 
 @dataclass(frozen=True)
 class Grid:
-    """``scales``: of every member's grid. ``is_odd``: some addends are infinite. ``sizes``: of units, by member."""
+    """``scales``: of every member's grid. ``is_odd``: some are summed up that are infinite. ``sizes``: of units."""
 
     scales: Sequence[int]
     sizes: Sequence[int]
@@ -46,7 +47,7 @@ class Grid:
 
 
 def empty_table(score: Score, num: int, grid: Grid | None, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return the table of ``num`` units to which nothing was added yet. Without a ``grid`` it counts what is gone."""
+    """Return the table of ``num`` units to which nothing was added yet. Without a ``grid`` it says what is gone."""
     num_rows = 1 if grid is None else 2 + grid.is_odd
     table = torch.zeros((num_rows, num), dtype=torch.int64, device=device)
     if score.combined_by != "sum":
@@ -71,8 +72,7 @@ def _add(scores: LocalScores, table: torch.Tensor, piece: UnitBox, grid: Grid | 
     Of extremes, SUM is the key of the largest value, or of the largest of the negative values.
     """
     score, gone = scores.score, scores.is_gone(piece.at)
-    if gone is not None:
-        table[NUM_GONE].add_(piece.sums(gone))
+    table[HAS_LEFT].add_(1 if gone is None else piece.sums(~gone))
     if grid is None:
         return
     values, signed = _addends(scores, piece.at, gone), score.ordered_by != "magnitude"
@@ -141,7 +141,7 @@ def agree_on_grid(competing: Competing) -> Grid:
         scales = [grid_scale(max(sizes, default=0), max(largest, default=0.0))] * len(sizes)
     else:
         scales = [grid_scale(num, size) for num, size in zip(sizes, largest, strict=True)]
-    return Grid(scales, sizes, is_odd > 0)
+    return Grid(scales, sizes, is_odd > 0 and ranked.score.combined_by == "sum")
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,11 +170,11 @@ class Competitors:
                 if low < high:
                     within = torch.from_numpy(numbers[low:high] - competing.firsts[i])
                     keys[low:high] = score.of_units(ranked.roster.members[i].name, within)
-        if len(table) > NUM_INFINITE and score.combined_by == "sum":
+        if len(table) > NUM_INFINITE:
             keys.masked_fill_(table[NUM_INFINITE] > 0, SUMS.last).masked_fill_(table[NUM_INFINITE] < 0, SUMS.first)
         if score.descending or score.combined_by == "min":
             keys.neg_()
-        are_gone = table[NUM_GONE] == torch.from_numpy(np.repeat(competing.sizes, np.diff(bounds)))
+        are_gone = table[HAS_LEFT] == 0
         if not ranked.regrows:
             keys.masked_fill_(are_gone, SUMS.gone)
         return Competitors(competing, numbers, keys, are_gone)

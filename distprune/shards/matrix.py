@@ -57,15 +57,9 @@ class LocalMatrix:
     num_local_out: int | None  # where each matrix is kept as (in, out)
 
     @staticmethod
-    def of(geometry: Geometry, matrix: Matrix) -> LocalMatrix | None:
-        """Return the rows and columns that ``geometry`` holds, or ``None`` where it may cut them anywhere (FSDP1)."""
+    def of(geometry: Geometry, matrix: Matrix) -> LocalMatrix:
+        """Return the rows and columns that ``geometry`` holds, of two dims or more."""
         shape = geometry.global_shape
-        if len(shape) == 1:
-            if geometry.local_numel < geometry.global_numel:
-                return None
-            size = (matrix.num_in, matrix.num_out) if matrix.transposed else (matrix.num_out, matrix.num_in)
-            shape = (matrix.num_matrices, *size)
-            geometry = Geometry.whole(shape)
         inputs = matrix.input_dims(shape)
         columns = _indices(geometry, inputs.start, inputs.stop)
         if matrix.transposed:

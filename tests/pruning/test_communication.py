@@ -62,7 +62,7 @@ def traffic(call: str, num_tensors: int = 1, num_columns: int = 48, again: bool 
         ("l1_unstructured", 5),  # without ties
         ("random_unstructured", 5),  # 6 by other seeds, about as often
         ("ln_structured", 5),  # the grid, the table, and whether all could sort it
-        ("ln_structured, inf", 6),
+        ("ln_structured, inf", 5),
         ("random_structured", 4),
     ],
 )

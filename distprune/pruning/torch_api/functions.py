@@ -146,7 +146,7 @@ def ln_structured(
     >>> int((layer.weight_mask == 0).all(dim=1).sum())
     1
 
-    ``torch.nn.utils.prune.ln_structured``; ties go from the first channel up. Seven rounds at most; 32
+    ``torch.nn.utils.prune.ln_structured``; ties go from the first channel up. Six rounds at most; 32
     bytes a channel travel.
     """
     methods.LnStructured.apply(module, name, amount, n, dim, importance_scores=importance_scores, group=group)
