@@ -1,26 +1,26 @@
-"""The one-shot job: exact patterns on disk, and a job that was killed ends with the bytes of one that was not."""
+"""The one-shot job: exact patterns on disk; what is wrong is an error on every rank, and nothing is written."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from distprune import Block, NByM, PerRow, Unstructured
 from distprune.checkpoint import stored_slices
 from distprune.checkpoint.inspect import inspect_directory
-from distprune.jobs import OneShotJob, run_one_shot_job
+from distprune.jobs import OneShotJob, PlanJob, run_one_shot_job, run_plan_job
 from distprune.jobs.options import REPORT_NAME
-from tests.small_job import small_job
-
-
-@pytest.fixture
-def job(model_folder: Path, text_file: Path, tmp_path: Path) -> OneShotJob:
-    return dataclasses.replace(small_job(model_folder, text_file, tmp_path), samples=5, sequence_length=24)
+from tests.jobs.jobs_of_a_kind import run_in_own_folder, run_on_rank
+from tests.worlds import ProcessPool, run_threads
 
 
 def test_every_tensor_is_written_once(job: OneShotJob, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,3 +75,84 @@ def test_shares(job: OneShotJob, method: Any, pattern: Any, allocation: Any, by:
     assert max(shares) - min(shares) > 0.1
     total = round(pattern.sparsity * sum(of_layer["num_elements"] for of_layer in linears))
     assert abs(sum(of_layer["num_pruned"] for of_layer in linears) - total) <= 5
+
+
+def without_text(job: OneShotJob) -> None:
+    Path(job.calibration).write_text("")
+
+
+def with_vocabulary_of_another(job: OneShotJob) -> None:
+    path = Path(job.model) / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["model"]["vocab"] = {token: number + 60 for token, number in tokenizer["model"]["vocab"].items()}
+    path.write_text(json.dumps(tokenizer))
+
+
+def without_tokenizer(job: OneShotJob) -> None:
+    for path in Path(job.model).glob("tokenizer*"):
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (without_text, "holds 0 tokens; 5 samples of 24 tokens need 120: give more text"),
+        (with_vocabulary_of_another, "is outside the model's vocabulary of 67; is the tokenizer another model's?"),
+        (without_tokenizer, "holds no tokenizer that transformers can load"),
+    ],
+)
+def test_what_is_wrong_is_refused(
+    pool: ProcessPool, job: OneShotJob, spoil: Callable[[OneShotJob], None], message: str
+) -> None:
+    spoil(job)
+    for error in pool.run(2, run_on_rank, job):
+        assert error.startswith("ValueError: ")
+        assert message in error
+    assert not list(Path(job.output).parent.glob("*"))
+
+
+def test_ranks_that_see_different_text(pool: ProcessPool, tmp_path: Path, job: OneShotJob) -> None:
+    text = Path(job.calibration).read_text()
+    for rank, of_rank in enumerate((text, text.replace("union", "onion"))):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "text.txt").write_text(of_rank)
+    for error in pool.run(2, run_in_own_folder, tmp_path, dataclasses.replace(job, calibration="text.txt")):
+        assert error.startswith("ValueError: ranks were called with different arguments: calibration tokens: ")
+    (tmp_path / "1" / "text.txt").unlink()
+    for error in pool.run(2, run_in_own_folder, tmp_path, dataclasses.replace(job, calibration="text.txt")):
+        assert error.startswith("FileNotFoundError: ")
+    assert not list(Path(job.output).parent.glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ({"ranks": 8}, "--ranks: null on rank 0; 8 on rank 1"),
+        ({"model": "elsewhere"}, "--model"),
+        (None, 'called different functions: "run_plan_job" on rank 0; "run_one_shot_job" on rank 1'),
+    ],
+)
+def test_ranks_that_plan_different_jobs(job: OneShotJob, change: dict[str, Any] | None, shown: str) -> None:
+    plan = PlanJob(**vars(job))
+
+    def on_rank(rank: int) -> object:
+        if rank == 0:
+            return run_plan_job(plan)
+        return run_one_shot_job(job) if change is None else run_plan_job(dataclasses.replace(plan, **change))
+
+    for error in run_threads(2, on_rank, catch=True):
+        assert type(error) is ValueError
+        assert shown in str(error)
+    assert not list(Path(job.output).parent.glob("*"))
+
+
+def test_activations_that_are_no_numbers(pool: ProcessPool, job: OneShotJob) -> None:
+    before = Path(shutil.copytree(job.model, f"{job.model} before"))
+    path = Path(job.model) / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.post_attention_layernorm.weight"][3] = torch.nan
+    save_file(tensors, path, metadata={"format": "pt"})
+    for error in pool.run(2, run_on_rank, job):
+        assert error.startswith("ValueError: block 'model.layers.1': NaN or Inf in the inputs of 'mlp.gate_proj'")
+    assert os.listdir(Path(job.output).parent) == []  # the first block was written
+    run_one_shot_job(dataclasses.replace(job, model=str(before)))  # so the mended job starts
