@@ -56,9 +56,8 @@ def run_prune_job(
     with open_job(job, group, device, watcher) as run:
         files, model = run.begin(), run.load()
         before = run.evaluate(model, "before")
-        run.reporter.begin("pruning")
-        pruned = prune_model(model, score=job.method, **job.asked_of(prune_model), group=run.comm)
-        run.seconds["prune"] = pruned.seconds
+        with run.stage("prune", "pruning"):
+            pruned = prune_model(model, score=job.method, **job.asked_of(prune_model), group=run.comm)
         after = run.evaluate(model, "after")
         run.save(model, files.result)
         return run.report(before, after, pruned)

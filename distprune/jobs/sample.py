@@ -81,8 +81,7 @@ def run_sample_job(
             words = own_words(model, job.samples, **how, tokenizer=tokenizer, group=run.comm, progress=progress)
         with together(run.comm):
             if run.comm.rank == 0:
-                drawn = {"seed": job.seed, "temperature": job.temperature, "top_k": job.top_k}
-                about = {"model": name_of_model(run.directory.path), **about_tokenizer(tokenizer), **drawn}
+                about = {"model": name_of_model(run.directory.path), **about_tokenizer(tokenizer), **how}
                 staging.write_bytes(words_content(words, about))
     memory = peak_memory(run.comm)
     return Sampled(job.model, Path(job.output), len(words), job.sequence_length, run.seconds["write"], memory)

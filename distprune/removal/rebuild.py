@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from distprune.checkpoint.naming import names_by_tensor
 from distprune.collectives.agree import together
 from distprune.collectives.communicator import Group, communicator
 from distprune.models.decoder_blocks import decoder_blocks
@@ -262,10 +263,7 @@ def check_layers(model: nn.Module, kept: Sequence[int]) -> Smaller:
 
 
 def _check_not_shared(model: nn.Module, selections: Mapping[str, list[KeptIndices]]) -> None:
-    names: dict[int, list[str]] = {}
-    for name, tensor in tensors_of(model):
-        names.setdefault(id(tensor), []).append(name)
-    for aliases in names.values():
+    for aliases in names_by_tensor(dict(tensors_of(model))):
         if len(aliases) > 1 and any(name in selections for name in aliases):
             raise ValueError(f"{' and '.join(map(repr, aliases))} are one weight: it cannot be cut for one of them")
 
