@@ -44,17 +44,12 @@ class Found:
 
     shards: list[LocalShard]
     patterns: Sequence[tuple[NamePattern, int]] = ()
-    by_default: bool = False
+    lacks_blocks: bool = False
     has_blocks: bool = False
     num_parameters: int | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
     evidence: Mapping[str, int] = field(default_factory=dict)  # checksums by name: see ``Member``
-
-    @property
-    def lacks_blocks(self) -> bool:
-        """Whether nothing is pruned by default if another rank has decoder blocks."""
-        return self.by_default and not self.has_blocks
 
     def name_of(self, key: str) -> str | None:
         """Return the name here of the parameter that a wrapped model calls ``key``; ``None``: there is none."""
@@ -132,7 +127,7 @@ def find_shards(
     return Found(
         shards,
         [(pattern, len(matched)) for pattern, matched in zip((*include, *exclude), matches, strict=True)],
-        not include,
+        not include and not has_blocks,
         has_blocks,
         sum(math.prod(held.shape) for held in parameters.places),
         {alias: next(iter(names)) for names in parameters.places.values() for alias in names},

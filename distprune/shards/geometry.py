@@ -148,20 +148,15 @@ class Geometry:
         return math.prod(self.global_shape)
 
     @cached_property
-    def _strides(self) -> tuple[int, ...]:
-        """Row-major strides of the whole parameter, in elements."""
-        return tuple(math.prod(self.global_shape[dim + 1 :]) for dim in range(len(self.global_shape)))
-
-    @cached_property
     def stretches(self) -> tuple[IntArray, IntArray]:
         """Local elements that follow each other in the whole: the flat indices of the first ones, and their offsets.
 
         There is one offset more, where the last of these stretches ends.
         """
-        starts, lengths = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
+        starts, lengths, stride = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64), 1
         if not self.local_numel:
             return starts[:0], starts
-        for runs, stride in zip(reversed(self.dim_runs), reversed(self._strides), strict=True):
+        for runs, size in zip(reversed(self.dim_runs), reversed(self.global_shape), strict=True):
             if lengths[0] == stride:  # all of the inner dims
                 starts, ends = np.array(runs).T * stride
                 lengths = ends - starts
@@ -169,6 +164,7 @@ class Geometry:
                 indices = indices_of(runs).numpy()
                 starts = (indices[:, None] * stride + starts).reshape(-1)
                 lengths = np.tile(lengths, len(indices))
+            stride *= size
         return starts, np.append(0, np.cumsum(lengths))
 
     @property
@@ -183,9 +179,9 @@ class Geometry:
         The sum over ranks is that of the whole parameter if every element is held once, and else, but for one chance
         in thousands, it is not. 65,536 fingerprints fit into an int64 sum.
         """
-        total = int(self.local_numel > 0)
-        for dim, runs in enumerate(self.dim_runs if total else ()):
-            base = pow(_ROOT, self._strides[dim] if self.global_shape else 1, Geometry.PRIME)
+        total, stride = int(self.local_numel > 0), 1
+        for runs, size in zip(reversed(self.dim_runs), reversed(self.global_shape), strict=True) if total else ():
+            base, stride = pow(_ROOT, stride, Geometry.PRIME), stride * size
             held = sum(pow(base, stop, Geometry.PRIME) - pow(base, start, Geometry.PRIME) for start, stop in runs)
             total = total * held * pow(base - 1, -1, Geometry.PRIME) % Geometry.PRIME
         return total
@@ -214,8 +210,9 @@ class Geometry:
         """Return the flat indices of the local elements at ``offsets`` (int64, any order), on their device."""
         if self.flat_start is not None:
             return offsets + self.flat_start
-        firsts, shifts = _table(self, offsets.device)
-        return offsets + shifts[torch.searchsorted(firsts, offsets, right=True) - 1]
+        firsts, shifts, length = _table(self, offsets.device)
+        number = offsets // length if length else torch.searchsorted(firsts, offsets, right=True) - 1
+        return offsets + shifts[number]
 
     def num_before(self, flat: int) -> int:
         """Return how many local elements have a flat index below ``flat``. Runs must ascend."""
@@ -233,8 +230,9 @@ def _whole(shape: tuple[int, ...]) -> Geometry:
 
 
 @lru_cache(maxsize=256)
-def _table(geometry: Geometry, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return at which offset each stretch begins, and how far from its flat indices; made once a device."""
+def _table(geometry: Geometry, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return at which offset each stretch begins, how far from its flat indices, and the length of all, or 0."""
     starts, offsets = geometry.stretches
+    lengths = {*np.diff(offsets).tolist()}
     firsts, shifts = torch.from_numpy(offsets[:-1]), torch.from_numpy(starts - offsets[:-1])
-    return sent(firsts, device), sent(shifts, device)
+    return sent(firsts, device), sent(shifts, device), lengths.pop() if len(lengths) == 1 else 0

@@ -20,11 +20,11 @@ def test_a_stage_says_whether_it_has_blocks() -> None:
     """A stage of the norm and the head alone would prune its head; the caller hears of other ranks' blocks."""
     first, last = find_shards(stage(2)), find_shards(stage(0))
     assert [shard.name for shard in first.shards] == ["layers.0.0.weight", "layers.1.0.weight"]
-    assert (first.by_default, first.has_blocks) == (True, True)
+    assert (first.lacks_blocks, first.has_blocks) == (False, True)
     assert [shard.name for shard in last.shards] == ["head.weight"]
-    assert (last.by_default, last.has_blocks) == (True, False)
+    assert (last.lacks_blocks, last.has_blocks) == (True, False)
     said = find_shards(stage(0), include=["head.*"])
-    assert (said.by_default, said.has_blocks) == (False, False)
+    assert (said.lacks_blocks, said.has_blocks) == (False, False)
 
 
 def test_a_bare_pattern_is_a_list_of_one() -> None:
