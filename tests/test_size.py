@@ -25,7 +25,7 @@ LINES = {
     "pruning": (1421, 960),
     "removal": (1506, 1160),
     "scores": (376, 350),
-    "selection": (493, 520),
+    "selection": (490, 520),
     "shards": (1164, 1030),
     "training": (1473, 1030),
 }

@@ -46,21 +46,17 @@ class Competition:
 
 
 @dataclass(frozen=True)
-class LastPruned:
-    """The last that is pruned in a competition, in the order (key, position)."""
-
-    order: Order
-    key: int
-    position: int
-    has_gone: bool  # some may be gone
-
-
-@dataclass(frozen=True)
 class Selection:
-    """By competition, the last that is pruned, and its score: ``None`` where nothing new is pruned."""
+    """By competition, the last that is pruned, in the order (key, position), and whether some may be gone.
+
+    ``thresholds``: its score, ``None`` where nothing new is pruned.
+    """
 
     thresholds: list[float | int | None]
-    last: list[LastPruned]
+    orders: list[Order]
+    keys: list[int]
+    positions: list[int]
+    have_gone: list[bool]
 
     def decide(self, source: Source, out: torch.Tensor) -> torch.Tensor:
         """Write what stays of ``source``, or of a piece of one, into ``out`` (bool, 1-D). Local: one read.
@@ -68,15 +64,16 @@ class Selection:
         Return how many are pruned, how many of these were gone before, and 0 NaNs, which were looked for: int64, on the
         device of the scores.
         """
-        last = self.last[source.competition]
-        edge = source.geometry.num_before(last.position + 1 - source.first_position)  # ties before it are pruned
+        i = source.competition
+        order, key = self.orders[i], self.keys[i]
+        edge = source.geometry.num_before(self.positions[i] + 1 - source.first_position)  # ties before it are pruned
         is_here, start, num_gone = on_host(out.device), 0, 0
         flags: Any = out.numpy() if is_here else out
-        for keys in source.keys(last.order):
+        for keys in source.keys(order):
             stop = start + len(keys)
-            keep_above(keys, last.key, edge - start, flags[start:stop])
-            if last.has_gone:
-                num_gone += (keys < last.order.first).sum()
+            keep_above(keys, key, edge - start, flags[start:stop])
+            if self.have_gone[i]:
+                num_gone += (keys < order.first).sum()
             start = stop
         if is_here:
             return torch.tensor([start - np.count_nonzero(flags), num_gone, 0], dtype=torch.int64, device="cpu")
@@ -115,7 +112,7 @@ def select_lowest(
                 f"there are {competition.num_positions}"
             )
     if not competitions:
-        return Selection([], [])
+        return Selection([], [], [], [], [])
     elements = _LocalElements(competitions, make_sources)
     orders = [competition.order for competition in competitions]
     num_lowest = np.array([competition.num_lowest for competition in competitions], dtype=np.int64)
@@ -129,9 +126,8 @@ def select_lowest(
         positions, _, _ = _narrowed(comm, elements, (int(num_positions.max()) - 1).bit_length(), left, keys)
         last[broken] = positions[broken]
     signed = [order.gone + (int(key) if new else 0) for order, key, new in zip(orders, keys, is_new, strict=True)]
-    facts = zip(orders, signed, last.tolist(), elements.have_gone.tolist(), strict=True)
-    last_pruned = [LastPruned(*fact) for fact in facts]
-    return Selection(last_scores(orders, signed, is_new), last_pruned)
+    scores = last_scores(orders, signed, is_new)
+    return Selection(scores, orders, signed, last.tolist(), elements.have_gone.tolist())
 
 
 def _narrowed(
