@@ -48,6 +48,7 @@ def test_what_a_job_has_written(model_folder: Path, text_file: Path, tmp_path: P
         evaluation_length=16,
     )
     report = run_prune_job(job)
+    assert json.loads((tmp_path / "out" / REPORT_NAME).read_text()) == json.loads(json.dumps(report.to_dict()))
     (output,) = compare_outputs([tmp_path / "out"]).outputs
     assert (output.share, output.method, output.is_trained) == (0.5, "magnitude, 2:4", False)
     perplexity = (report.before.perplexity[str(text_file)], report.after.perplexity[str(text_file)])

@@ -17,7 +17,7 @@ from distprune.checkpoint import hf_directory
 from distprune.checkpoint.output_lock import locking
 from distprune.checkpoint.outputs import publish
 from distprune.collectives.communicator import Alone
-from distprune.jobs import PruneJob, SampleJob, Watcher, run as job_run, run_sample_job
+from distprune.jobs import PruneJob, Watcher, run as job_run
 from tests.jobs.jobs_of_a_kind import KINDS, RESUMABLE, Killed, files, left, run, run_on_rank
 from tests.jobs.test_prune import Heard
 from tests.sampling import only_whole
@@ -243,20 +243,3 @@ def test_a_model_that_is_replaced_while_it_is_read(make: Callable[[str], Any], k
         run(job, Replaces(weights))
     assert not Path(job.output).exists()
     assert left(job).exists() == (kind == "streamed")  # what was written before is right
-
-
-@pytest.mark.parametrize("kind", ["one-shot", "shrink", "finetune"])
-def test_own_words_of_another_tokenizer(make: Callable[[str], Any], kind: str, tmp_path: Path) -> None:
-    job = make(kind)
-    other = Path(shutil.copytree(job.model, tmp_path / "other"))
-    tokenizer = (other / "tokenizer.json").read_text()
-    (other / "tokenizer.json").write_text(tokenizer.replace('"a":', '"A":'))
-    for model in (other, Path(job.model)):
-        sampling = SampleJob(model=str(model), output=str(tmp_path / f"words of {model.name}"), samples=2)
-        run_sample_job(dataclasses.replace(sampling, sequence_length=16))
-    texts = {"data": "self"} if kind == "finetune" else {"calibration": "self"}
-    job = dataclasses.replace(job, **texts, **({"own_words": None} if kind == "shrink" else {}))
-    with pytest.raises(ValueError, match=r"was written with another tokenizer than the model's, by other"):
-        run(dataclasses.replace(job, own_words=str(tmp_path / "words of other")))
-    assert not Path(job.output).exists()
-    run(dataclasses.replace(job, own_words=str(tmp_path / "words of model")))

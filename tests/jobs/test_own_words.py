@@ -157,6 +157,9 @@ def test_a_file_of_own_words(
     (tmp_path / "words").write_bytes(words_content(torch.full((1, 14), 67), about_tokenizer(tokenizer)))
     with pytest.raises(ValueError, match="token id 67 is outside the model's vocabulary of 67"):
         run_one_shot_job(job)
+    (tmp_path / "words").write_bytes(words_content(words, {"model": "other", "tokenizer": "of another"}))
+    with pytest.raises(ValueError, match=r"was written with another tokenizer than the model's, by other"):
+        run_one_shot_job(job)
 
 
 @pytest.mark.parametrize(
@@ -202,6 +205,11 @@ def test_recovered_with_what_the_teacher_writes(
     tokenizer = load_tokenizer(Path(job.model))
     assert torch.equal(written, own_words(load_model(Path(job.model)), 3, 8, tokenizer=tokenizer))
     assert "of 8 tokens of what the teacher wrote; no text |" in (tmp_path / "tuned" / "README.md").read_text()
+    (tmp_path / "words").write_bytes(words_content(written, about_tokenizer(tokenizer)))
+    again = dataclasses.replace(tuning, teacher=None, own_words=str(tmp_path / "words"), overwrite=True)
+    (used,) = calibrated_with(monkeypatch, lambda: run_finetune_job(again))
+    assert torch.equal(used, written)
+    assert "of 8 tokens of own words, words; no text |" in (tmp_path / "tuned" / "README.md").read_text()
 
 
 def test_each_window_once_before_any_comes_again() -> None:

@@ -95,23 +95,6 @@ def test_same_bytes_over_any_number_of_ranks(
     assert alone["model.safetensors"] != (Path(job.model) / "model.safetensors").read_bytes()
 
 
-def test_report_says_what_was_done(job: PruneJob, text_file: Path, tmp_path: Path) -> None:
-    lines = tmp_path / "lines.jsonl"
-    lines.write_text('{"text": "the people of the nation"}\n')
-    files = (str(text_file), str(lines))
-    evaluated = dataclasses.replace(job, evaluate_on=files, evaluation_tokens=200, evaluation_length=16)
-    returned = run_prune_job(evaluated)
-    written = json.loads((Path(job.output) / REPORT_NAME).read_text())
-    assert written == json.loads(json.dumps(returned.to_dict()))
-    assert written["arguments"]["sparsity"] == 0.3
-    assert written["pruning"]["num_zeros"] == round(0.3 * written["pruning"]["num_elements"])
-    assert written["num_ranks"] == 1
-    before, after = (written[f"perplexity_{when}"] for when in ("before", "after"))
-    assert list(before) == list(after) == [str(text_file), str(lines)]
-    assert all(before[name] > 1 and before[name] != after[name] for name in before)
-    assert before[str(text_file)] != before[str(lines)]
-
-
 @pytest.mark.parametrize(
     ("change", "shown"),
     [
