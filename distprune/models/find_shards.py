@@ -93,25 +93,25 @@ def find_shards(
     for module in bare.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    parameters = list_parameters(bare)
+    places_of, by_module = list_parameters(bare)
     roots, has_blocks = [bare], False
     if not include:
         with suppress(ValueError):  # without blocks, weights anywhere
             roots, has_blocks = [block for _, block in decoder_blocks(bare)], True
             warn_of_other_blocks(bare)
-    reasons = {} if include else why_no_weights(roots, parameters, is_block=has_blocks)
+    reasons = {} if include else why_no_weights(roots, by_module, is_block=has_blocks)
     matches: list[set[Held]] = []
     for pattern in (*include, *exclude):
         if isinstance(pattern, nn.Module):
-            inside = why_no_weights([pattern], parameters, is_named=True)
+            inside = why_no_weights([pattern], by_module, is_named=True)
             matches.append({held for held, reason in inside.items() if not reason})
         else:
             fits = re.compile(translate(pattern)).match
-            matches.append({held for held, names in parameters.places.items() if any(map(fits, names))})
+            matches.append({held for held, names in places_of.items() if any(map(fits, names))})
     wanted = {held for held, reason in reasons.items() if not reason}.union(*matches[: len(include)])
     wanted = wanted.difference(*matches[len(include) :])
-    computed, shards = parametrized(parameters.by_module), []
-    for held, places in parameters.places.items():
+    computed, shards = parametrized(by_module), []
+    for held, places in places_of.items():
         if held not in wanted:
             continue
         name, (module, attribute) = next(iter(places.items()))
@@ -129,9 +129,9 @@ def find_shards(
         [(pattern, len(matched)) for pattern, matched in zip((*include, *exclude), matches, strict=True)],
         not include and not has_blocks,
         has_blocks,
-        sum(math.prod(held.shape) for held in parameters.places),
-        {alias: next(iter(names)) for names in parameters.places.values() for alias in names},
-        {next(iter(parameters.places[held])): reason for held, reason in reasons.items() if reason},
+        sum(math.prod(held.shape) for held in places_of),
+        {alias: next(iter(names)) for names in places_of.values() for alias in names},
+        {next(iter(places_of[held])): reason for held, reason in reasons.items() if reason},
     )
 
 

@@ -77,13 +77,13 @@ def dense_weights(block: nn.Module) -> dict[str, str]:
 
 
 def _sorted_weights(block: nn.Module) -> tuple[dict[str, LinearLayer], dict[str, str]]:
-    parameters, experts = list_parameters(block), find_routers(block)[1]
-    reasons = why_no_weights([block], parameters, is_block=True)
+    (_, by_module), experts = list_parameters(block), find_routers(block)[1]
+    reasons = why_no_weights([block], by_module, is_block=True)
     layers: dict[str, LinearLayer] = {}
     dense: dict[str, str] = {}
     for path, module in block.named_modules():
         matrices = matrices_of(module, own_parameters(module))
-        for attribute, held in parameters.by_module[module].items():
+        for attribute, held in by_module[module].items():
             name = f"{path}.{attribute}" if path else attribute
             if len(held.shape) < 2:
                 continue

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -34,56 +33,49 @@ _EMBEDDINGS = re.compile(r"embed|embeds|embeddings?|pos|positions?|tokens?")
 _ORIGINALS = ("original", "original0", "original1")
 
 
-@dataclass(frozen=True)
-class Parameters:
-    """The parameters of a model: where each is, by name, and those of each module itself, by attribute.
+def list_parameters(model: nn.Module) -> tuple[dict[Held, dict[str, Key]], dict[nn.Module, dict[str, Held]]]:
+    """Return where each parameter of ``model`` is, by name, and those of each module itself, by attribute. Local.
 
     A tied one has several names. Attributes are called as before FSDP1 or a mask, and what wraps a module is left out
-    of names.
-    """
-
-    places: dict[Held, dict[str, Key]]
-    by_module: dict[nn.Module, dict[str, Held]]
-
-
-def list_parameters(model: nn.Module) -> Parameters:
-    """Return the parameters of ``model``. Flat ones of FSDP1 are resharded first. Local.
+    of names. Flat ones of FSDP1 are resharded first.
 
     Raises:
         ValueError: one has no shape yet (lazy).
     """
-    parameters, flat_parts = Parameters({}, {}), find_flat_parts(model)
+    places, by_module = dict[Held, dict[str, Key]](), dict[nn.Module, dict[str, Held]]()
+    flat_parts = find_flat_parts(model)
     for path, module in model.named_modules(remove_duplicate=False):
-        if module not in parameters.by_module:
+        if module not in by_module:
             here: dict[str, Held] = {}
             for name, parameter in module._parameters.items():
                 if parameter is not None and name != "_flat_param":
                     bare = name.removesuffix("_orig")
                     here[bare if f"{bare}_mask" in module._buffers else name] = parameter
             here.update(flat_parts.get(id(module), {}))
-            parameters.by_module[module] = here
-        for attribute, held in parameters.by_module[module].items():
+            by_module[module] = here
+        for attribute, held in by_module[module].items():
             name = without_wrappers(f"{path}.{attribute}" if path else attribute)
             if not isinstance(held, LocalShard) and is_lazy(held):
                 raise ValueError(f"{name!r} of a {type(module).__name__} has no shape yet: run a forward first")
-            parameters.places.setdefault(held, {}).setdefault(name, (module, attribute))
-    return parameters
+            places.setdefault(held, {}).setdefault(name, (module, attribute))
+    return places, by_module
 
 
 def why_no_weights(
-    roots: Sequence[nn.Module], parameters: Parameters, *, is_block: bool = False, is_named: bool = False
+    roots: Sequence[nn.Module], by_module: ByModule, *, is_block: bool = False, is_named: bool = False
 ) -> dict[Held, str]:
     """Return why parameters of two dims or more inside of ``roots`` are no weights; empty of those that are. Local.
 
-    ``is_block``: roots are decoder blocks, in which any list of layers may be experts, and one output makes a gate.
+    ``by_module``: the parameters of each module. ``is_block``: roots are decoder blocks, in which any list of layers
+    may be experts, and one output makes a gate.
     ``is_named``: a user names them, who means adapters and what is under parametrizations, too.
     """
     reasons: dict[Held, str] = {}
     for root in roots:
-        routers = find_routers(root, parameters.by_module, only_named=not is_block)[0]
+        routers = find_routers(root, by_module, only_named=not is_block)[0]
         computed = {} if is_named else parametrized(root.modules())
         for path, module in root.named_modules():
-            for name, held in parameters.by_module.get(module, {}).items():
+            for name, held in by_module.get(module, {}).items():
                 if len(held.shape) < 2:
                     continue
                 if (module, name) in computed:
@@ -95,7 +87,7 @@ def why_no_weights(
                 elif is_block and is_gate(module, held.shape):
                     reason = "a gate: it has one output"
                 else:
-                    reason = _reason(module, name, parameters.by_module)
+                    reason = _reason(module, name, by_module)
                 reasons[held] = reason and reasons.get(held, reason)  # a tied one is a weight if it is one anywhere
     return reasons
 

@@ -114,7 +114,7 @@ def prune_blocks(
             partial(prune_rows, solver=solver, pattern=recipe.pattern),
             finished=finished,
             on_block=on_block,
-            num_parameters=agreed.num_parameters,
+            num_parameters=agreed.found.num_parameters,
             method=recipe.method_name,
             pattern=repr(recipe.pattern),
             seed=agreed.score.seed if isinstance(agreed.score, Random) else None,

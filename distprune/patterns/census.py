@@ -155,11 +155,6 @@ class Competing:
         """How much competes of all members before each one, and in all."""
         return list(itertools.accumulate(self.num_of, initial=0))
 
-    @property
-    def sizes(self) -> list[int]:
-        """How many elements each has of what competes, by member."""
-        return [numel // max(num, 1) for numel, num in zip(self.ranked.numels, self.num_of, strict=True)]
-
     def place(self, scores: LocalScores) -> tuple[int, int]:
         """Return the competition of the elements of a shard, and the first position of its parameter there."""
         member = self.ranked.index[scores.shard.name]

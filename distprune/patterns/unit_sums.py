@@ -122,7 +122,8 @@ def agree_on_grid(competing: Competing) -> Grid:
     Raises:
         ValueError: on every rank: scores are NaN.
     """
-    ranked, sizes, num_nans = competing.ranked, competing.sizes, dict[str, int]()
+    ranked, num_nans = competing.ranked, dict[str, int]()
+    sizes = [numel // max(num, 1) for numel, num in zip(ranked.numels, competing.num_of, strict=True)]
 
     def fill(words: torch.Tensor) -> None:
         owned = [*ranked.owned.values()]

@@ -40,9 +40,8 @@ Facts = Mapping[str, object]
 class Agreed:
     """What the ranks agree on. Within :func:`agreeing` each rank sets ``found``, ``facts`` and ``score``.
 
-    ``found``: by this rank; behind ``agreeing`` its name patterns have their matches over all ranks. ``facts``: all
-    ranks must state the same. ``num_parameters``: of the whole model, where all ranks have all of it or parts of each
-    parameter.
+    ``found``: by this rank; behind ``agreeing`` its name patterns have their matches over all ranks, and stages of a
+    pipeline no number of parameters. ``facts``: all ranks must state the same.
     """
 
     comm: Communicator
@@ -50,7 +49,6 @@ class Agreed:
     facts: Facts = field(default_factory=dict)
     score: Score = field(default_factory=Magnitude)
     roster: Roster = field(init=False)
-    num_parameters: int | None = None
 
     def check_found(self) -> None:
         """Check that every name pattern matches something, and that there is something to prune. Local.
@@ -116,7 +114,6 @@ def agreeing(comm: Communicator) -> Iterator[Agreed]:
         agreed.score = agreed.score.seeded(seed)
     if all_same:
         agreed.roster = roster_of_one(comm, members, on_gpu=on_gpu)
-        agreed.num_parameters = found.num_parameters
         return
     check_facts(comm, agreed.facts)
 
@@ -128,7 +125,8 @@ def agreeing(comm: Communicator) -> Iterator[Agreed]:
     leaves_out = found.lacks_blocks and num_with_blocks > 0
     agreed.roster = roster_of_all(comm, [] if leaves_out else members, on_gpu=num_on_gpu == comm.size)
     patterns = [(pattern, num) for (pattern, _), num in zip(found.patterns, num_matches, strict=True)]
-    agreed.found = dataclasses.replace(found, patterns=patterns, shards=[] if leaves_out else found.shards)
+    shards = [] if leaves_out else found.shards
+    agreed.found = dataclasses.replace(found, patterns=patterns, shards=shards, num_parameters=None)
 
 
 @dataclass(frozen=True)
@@ -301,7 +299,7 @@ def local_evidence(
         for name, tensor in of_parameters.items():
             if (shard := by_name.get(name)) is not None:
                 evidence[name][kind] = local_part(tensor, shard.tensor, shard, f"evidence {kind!r} of {name!r}")
-            elif name not in names.values() and agreed.num_parameters is not None:
+            elif name not in names.values() and agreed.found.num_parameters is not None:
                 near = near_names(name, [*names])
                 raise ValueError(f"evidence {kind!r} names {name!r}, which is no parameter of the model; {near}")
     if "gradient" in agreed.score.needs and "gradient" not in given and model is not None:

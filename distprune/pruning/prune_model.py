@@ -270,7 +270,7 @@ class Choosing:
             used.num_rounds,
             used.num_bytes,
             time.perf_counter() - self._started,
-            self._agreed.num_parameters,
+            self._agreed.found.num_parameters,
             partial(Masks.read, ranked.comm, ranked.roster, shards),
             dict(self._agreed.found.left_out),
         )
