@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import signal
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -25,11 +26,9 @@ pytestmark = [pytest.mark.launcher, pytest.mark.whole, pytest.mark.xdist_group("
 NUM_BLOCKS = 5
 SECONDS = 120  # for a start that nobody kills, on a busy machine
 SECONDS_TO_END = 90  # for the rank that is left; what it was waiting for takes 20 to time out
-# So long after what is waited for a kill comes at most, in seconds.
-WHILE_LOADING, WITHIN_A_BLOCK, WHILE_EVALUATING = 0.5, 0.3, 0.2
-
-Moment = Literal["load", "prune", "write", "finish", "done", "next"]
-# By kind of job: all but its output. Blocks take a few tenths of a second, an evaluation about one; each step is saved.
+# By kind of job: seconds from what is waited for to the kill, at most. An evaluation takes about one.
+LATE = {"prune": 0.2, "finetune": 0.2}
+# By kind of job: all but its output. Each step is saved.
 COMMANDS = {
     "prune": "prune {model} --pattern unstructured --sparsity 0.5 --samples 60 --own-words 0 --sequence-length 64 "
     "--calibration {text} --eval {text} --eval-tokens 3200 --eval-length 16",
@@ -46,14 +45,13 @@ GOING_ON = {
     "finetune": "going on after step {}\n",
     "streamed": "going on after {} of ",
 }
-# By who is killed: the kind of job, and when.
-KILLS: dict[str, tuple[str, tuple[Moment, ...]]] = {
-    "one rank once": ("prune", ("write",)),
-    "one rank": ("prune", ("load", "write", "prune", "write", "finish")),
-    "all": ("prune", ("write", "prune", "finish")),  # no rank is left that could wait for another
-    "all that shrink": ("shrink", ("done",)),
-    "all that train": ("finetune", ("prune",)),
-    "one rank that streams": ("streamed", ("next", "next", "next")),
+# By who is killed: the kind of job, and how many blocks, steps or files are done then; -1: at once.
+KILLS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "one rank": ("prune", (-1, 1, 2, NUM_BLOCKS)),
+    "all": ("prune", (1, 2, NUM_BLOCKS)),  # no rank is left that could wait for another
+    "all that shrink": ("shrink", (NUM_BLOCKS - 1,)),
+    "all that train": ("finetune", (1,)),
+    "one rank that streams": ("streamed", (1, 2, 3)),
 }
 
 
@@ -75,15 +73,19 @@ def digests(folder: Path) -> dict[str, str]:
     return found
 
 
-def be_streaming_rank(variables: dict[str, str], arguments: list[str], log: str) -> None:
-    """Be a rank that takes its time for each file, and does not end before it is killed."""
-    record = JobFiles.record
+def be_slow_rank(variables: dict[str, str], arguments: list[str], log: str) -> None:
+    """Be a rank that takes its time to write and to record, so that it is killed meanwhile now and then."""
+    record, write = JobFiles.record, os.pwrite
 
     def record_slowly(self: JobFiles, name: str, value: Any) -> None:
         record(self, name, value)
         time.sleep(0.03)
 
-    JobFiles.record = record_slowly  # type: ignore[method-assign]
+    def write_slowly(*arguments: Any) -> int:
+        time.sleep(0.003)
+        return write(*arguments)
+
+    JobFiles.record, os.pwrite = record_slowly, write_slowly  # type: ignore[method-assign]
     be_rank(variables, arguments, log)
 
 
@@ -101,9 +103,10 @@ class Job:
     def said(self) -> str:
         return self._log.read_text()
 
-    def until(self, condition: Callable[[], bool]) -> None:
+    def until(self, num: int, said: str) -> None:
+        """Wait until so many are done, and this was ``said``."""
         deadline = time.monotonic() + SECONDS
-        while not condition():
+        while self.num_done() < num or said not in self.said():
             assert all(rank.is_alive() for rank in self.ranks), self.said()
             assert time.monotonic() < deadline, self.said()
             time.sleep(0.002)
@@ -117,30 +120,6 @@ class Job:
             if training.exists():
                 return len(json.loads(training.read_text())["value"]["losses"])
         return len([*self.unfinished.glob("model*.json")])
-
-    def last_write(self) -> int:
-        """When a file that is being written was written to."""
-        with suppress(FileNotFoundError, ValueError):
-            return max(path.stat().st_mtime_ns for path in (self.unfinished / "model").glob(".*.partial-distprune"))
-        return 0
-
-    def wait_for(self, moment: Moment, chance: random.Random) -> None:
-        """Wait for a moment: ``"prune"`` comes when one more block, step or file is done; ``"next"`` at once."""
-        if moment == "load":
-            time.sleep(chance.uniform(0, WHILE_LOADING))
-        elif moment == "finish":
-            self.until(lambda: self.num_done() == NUM_BLOCKS)
-            time.sleep(chance.uniform(0, WHILE_EVALUATING))
-        elif moment == "done":
-            self.until(lambda: self.num_done() == NUM_BLOCKS - 1)
-        else:
-            first = max(self.num_done(), 0)
-            self.until(lambda: self.num_done() > first)
-            if moment == "write":
-                before = self.last_write()
-                self.until(lambda: self.last_write() != before)
-            elif moment == "prune":
-                time.sleep(chance.uniform(0, WITHIN_A_BLOCK))
 
     def kill(self, whom: list[int]) -> None:
         assert all(rank.is_alive() for rank in self.ranks), self.said()
@@ -168,23 +147,23 @@ class Job:
 def test_killed_again_and_again_and_resumed(tmp_path: Path, places: dict[str, str], whom: str) -> None:
     kind, moments = KILLS[whom]
     going_on, arguments = GOING_ON[kind], [*COMMANDS[kind].format(**places).split(), "--timeout", "20", "--output"]
-    be = be_streaming_rank if kind == "streamed" else be_rank
-    chance, num_done = random.Random(f"{whom} 3"), 0
-    for number, moment in enumerate(moments):
-        with closing(Job([*arguments, str(tmp_path / "out"), *(["--resume"] if number else [])], tmp_path, be)) as job:
-            job.wait_for(moment, chance)
+    chance, before = random.Random(f"{whom} 3"), -1
+    for num in moments:
+        began = going_on.format(before) if before > 0 else "" if num == moments[0] else "starting at the beginning"
+        resume = [] if num == moments[0] else ["--resume"]
+        with closing(Job([*arguments, str(tmp_path / "out"), *resume], tmp_path, be_slow_rank)) as job:
+            job.until(num, began)
+            time.sleep(chance.uniform(0, LATE.get(kind, 0)))
             victims = [0, 1] if whom.startswith("all") else [chance.randrange(2)]
             job.kill(victims)
             job.has_ended(victims)
         assert not (tmp_path / "out").exists()
-        if number:
-            assert (going_on.format(num_done) if num_done > 0 else "starting at the beginning") in job.said()
-        num_done = job.num_done()
+        before = job.num_done()
         assert kind != "shrink" or (job.unfinished / "layers.json").exists()  # they are not chosen again
     for output, more in (("out", ["--resume"]), ("whole", [])):
         with closing(Job([*arguments, str(tmp_path / output), *more], tmp_path)) as job:
             job.succeeds()
-        assert (going_on.format(num_done) in job.said()) == (output == "out")
+        assert (going_on.format(before) in job.said()) == (output == "out")
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log.txt", "out", "whole"]
     if kind == "prune":
