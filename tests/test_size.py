@@ -17,7 +17,7 @@ LINES = {
     "cli": (583, 410),
     "collectives": (668, 640),
     "jobs": (2006, 1280),
-    "kernels": (851, 800),
+    "kernels": (850, 800),
     "masks": (487, 470),
     "models": (880, 690),
     "oneshot": (1899, 1440),

@@ -44,7 +44,7 @@ class Keys:
     def kind(self) -> dict[str, Any]:
         """What kernels have to know of it."""
         score, marked = (getattr(kernels("tiles"), name.upper()).value for name in (self.score, self.marked))
-        return {"score": score, "marked": marked, "wide": self.wide}
+        return {"score": score, "marked": marked, "wide": self.wide, "checks_weights": self.checks_weights}
 
 
 @final
@@ -94,7 +94,6 @@ class Lowest:
         self.num_nans = torch.zeros(1, dtype=torch.int64, device=device)
         # Where the sample missed; each pass may waste one bit.
         self._num_passes = 1 + math.ceil((32 + math.ceil(math.log2(max(*numels.tolist(), 2)))) / (self._bits - 1))
-        self._checks = {"WEIGHTS_TOO": keys.checks_weights}
         self._constants = {"BLOCK": block, "keys": keys.kind}
 
     def sample(self, tables: Iterable[Table], *, in_place: bool) -> None:
@@ -152,7 +151,7 @@ class Lowest:
                     break
 
     def _count(self, table: Table, is_first: bool) -> None:
-        constants = {"BITS": self._bits, "LOOKS_FOR_NANS": is_first, **self._constants, **self._checks}
+        constants = {"BITS": self._bits, "LOOKS_FOR_NANS": is_first, **self._constants}
         given = self.states, self._histogram, self._histogram[0, -1:], self._keys.last
         table.run(kernels("select").count, *given, **constants)
 
@@ -167,5 +166,5 @@ class Lowest:
         ``totals`` (tensors, 3), int64: pruned, gone before; or how many are NaN.
         """
         numbers = self._keys.gone, self._keys.last
-        constants = {"WRITES_MASK": writes_mask, **self._constants, **self._checks}
+        constants = {"WRITES_MASK": writes_mask, **self._constants}
         table.run(kernels("select").write_lowest, self.states, self.num_nans, totals, *numbers, **constants)

@@ -46,15 +46,14 @@ class Within:
 
     def count_nans(self) -> None:
         """Count what is NaN of each tensor."""
-        checks = {"WEIGHTS_TOO": self._keys.checks_weights, "BLOCK": _BLOCK, "keys": self._keys.kind}
         for table in self._tables:
-            table.run(kernels("rows").count_nans, self._totals, self._keys.last, **checks)
+            table.run(kernels("rows").count_nans, self._totals, self._keys.last, keys=self._keys.kind, BLOCK=_BLOCK)
 
     def write(self, num_nans: torch.Tensor | None = None) -> None:
         """Write masks of what stays; with ``num_nans``, on the device, zeros into the weights, if that is 0."""
         keys, guard = self._keys, self._totals.new_zeros(1) if num_nans is None else num_nans
         kernel = kernels("rows").keep_n_of_m if self._is_groups else kernels("rows").keep_in_rows
-        constants = {"WRITES_MASK": num_nans is None, "keys": keys.kind, **self._constants}
+        constants = {"WRITES_MASK": num_nans is None, "keys": {**keys.kind, "checks_weights": False}, **self._constants}
         for table in self._tables:
             if not self._is_groups:
                 is_short = table.kind.dtype.primitive_bitwidth == 16 and keys.score == "magnitude"

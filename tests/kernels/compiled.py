@@ -53,24 +53,14 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
         dtypes = tl.int32 if score == "keys" else dtype, dtype
         kind = {"KIND": Kind(*dtypes, is_plain, is_plain, scores[score], 1)}
         name = f"{score} {dtype} {'' if is_plain else 'unaligned, strided'}"
-        tile = {**kind, "BLOCK": 1024}
+        tile = {"KIND": kind["KIND"]._replace(checks_weights=True), "BLOCK": 1024}
         yield f"sample_keys {name}", select.sample_keys, {**tile, "NUM": 1 << 18}, 4
         for first in (True, False):
-            yield (
-                f"count {first} {name}",
-                select.count,
-                {**tile, "WEIGHTS_TOO": True, "BITS": 12, "LOOKS_FOR_NANS": first},
-                4,
-            )
+            yield f"count {first} {name}", select.count, {**tile, "BITS": 12, "LOOKS_FOR_NANS": first}, 4
         for writes_mask in (True, False)[: 1 + (score != "keys")]:
-            yield (
-                f"write_lowest {name}",
-                select.write_lowest,
-                {**tile, "WEIGHTS_TOO": True, "WRITES_MASK": writes_mask},
-                4,
-            )
+            yield f"write_lowest {name}", select.write_lowest, {**tile, "WRITES_MASK": writes_mask}, 4
         if score not in ("keys", "value"):
-            yield f"count_nans {name}", rows.count_nans, {**tile, "WEIGHTS_TOO": True}, 4
+            yield f"count_nans {name}", rows.count_nans, tile, 4
         if score not in ("magnitude", "keys"):
             continue
         for n, m in ((2, 4), (4, 8), (8, 16), (3, 5), (16, 32)):

@@ -12,11 +12,11 @@ LAST_KEY = tl.constexpr(0x7FFFFFFF)  # of int32
 
 
 @triton.jit(do_not_specialize=["last_key"])
-def count_nans(segments, firsts, totals, last_key, BLOCK: tl.constexpr, KIND: tl.constexpr, WEIGHTS_TOO: tl.constexpr):
+def count_nans(segments, firsts, totals, last_key, BLOCK: tl.constexpr, KIND: tl.constexpr):
     """Count what is NaN of each tensor."""
     program = tl.program_id(0)
     for i in range(tl.load(firsts + program), tl.load(firsts + program + 1)):
-        nans_of(segments + i * NUM_COLUMNS, totals, last_key, BLOCK, KIND, WEIGHTS_TOO)
+        nans_of(segments + i * NUM_COLUMNS, totals, last_key, BLOCK, KIND)
 
 
 @triton.jit(do_not_specialize=["gone", "last_key"])

@@ -85,7 +85,7 @@ def sample_keys(segments, firsts, strides, samples, last_key, NUM: tl.constexpr,
 
 @triton.jit(do_not_specialize=["last_key"])
 def count(segments, firsts, states, histogram, num_nans, last_key, BITS: tl.constexpr, LOOKS_FOR_NANS: tl.constexpr,
-          WEIGHTS_TOO: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
+          BLOCK: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
     """Add what is in each range to ``histogram`` (competitions, bins + 2), and behind the bins what is below."""
     program, lanes = tl.program_id(0), tl.arange(0, BLOCK)
     for i in range(tl.load(firsts + program), tl.load(firsts + program + 1)):
@@ -105,7 +105,7 @@ def count(segments, firsts, states, histogram, num_nans, last_key, BITS: tl.cons
                 last = zeroth + flat_index(segment, tl.minimum(start + BLOCK, numel) - 1, 0, KIND)
                 if LOOKS_FOR_NANS | ((first <= high) & (last >= low)):
                     valid = in_tile(lanes, start, numel, BLOCK, KIND.aligned)
-                    keys, is_nan = keys_of(segment, start, lanes, valid, last_key, KIND, WEIGHTS_TOO)
+                    keys, is_nan = keys_of(segment, start, lanes, valid, last_key, KIND)
                     if KIND.contiguous:  # positions as int32, from the bin on in which the tile begins
                         begin, end = tl.maximum(low - first, 0), tl.minimum(numel - start, high + 1 - first)
                         here = lanes >= tl.minimum(begin, BLOCK).to(tl.int32)
@@ -176,7 +176,7 @@ def narrow(states, histogram, gone, BITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["gone", "last_key"])
 def write_lowest(segments, firsts, states, num_nans, totals, gone, last_key, WRITES_MASK: tl.constexpr,
-                 WEIGHTS_TOO: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
+                 BLOCK: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
     """Write +0.0 where an element goes, or a mask of what stays, if nothing is NaN.
 
     ``totals`` (tensors, 3): pruned, gone before, NaN.
@@ -204,4 +204,4 @@ def write_lowest(segments, firsts, states, num_nans, totals, gone, last_key, WRI
             add(totals + tl.load(segment + TENSOR) * 3 + 1, num_gone)
     else:  # they are named
         for i in range(tl.load(firsts + program), tl.load(firsts + program + 1)):
-            nans_of(segments + i * NUM_COLUMNS, totals, last_key, BLOCK, KIND, WEIGHTS_TOO)
+            nans_of(segments + i * NUM_COLUMNS, totals, last_key, BLOCK, KIND)

@@ -39,6 +39,7 @@ class Kind(NamedTuple):
     score: int = 0
     marked: int = 0
     wide: bool = False
+    checks_weights: bool = False  # a weight that is NaN counts as one, also where scores are not the weights
 
 
 @triton.jit
@@ -117,8 +118,8 @@ def hashed(segment, start, lanes, KIND: tl.constexpr):
 
 
 @triton.jit
-def keys_of(segment, start, lanes, valid, last_key, KIND: tl.constexpr, WEIGHTS_TOO: tl.constexpr = False):
-    """Return keys, and which are NaN; ``WEIGHTS_TOO``: or of NaN weights.
+def keys_of(segment, start, lanes, valid, last_key, KIND: tl.constexpr):
+    """Return keys, and which are NaN.
 
     What is ``MARKED`` has -1, but beside scores with a sign one less than the lowest; of magnitudes a zero has 0 in
     any case.
@@ -130,7 +131,7 @@ def keys_of(segment, start, lanes, valid, last_key, KIND: tl.constexpr, WEIGHTS_
         is_nan = valid & (keys > last_key)
     else:
         bits, infinity = magnitude(values)
-        is_nan = valid & (bits > infinity) & (WEIGHTS_TOO or KIND.score == MAGNITUDE)
+        is_nan = valid & (bits > infinity) & (KIND.checks_weights or KIND.score == MAGNITUDE)
         if KIND.score == MAGNITUDE:
             keys = magnitude(values.to(tl.float32))[0] if KIND.wide else bits
         else:
@@ -157,10 +158,10 @@ def add(pointer, flags):
 
 
 @triton.jit
-def nans_of(segment, totals, last_key, BLOCK: tl.constexpr, KIND: tl.constexpr, WEIGHTS_TOO: tl.constexpr):
+def nans_of(segment, totals, last_key, BLOCK: tl.constexpr, KIND: tl.constexpr):
     """Add to ``totals`` (tensors, 3) how many elements of a segment are NaN."""
     lanes, numel, nans = tl.arange(0, BLOCK), tl.load(segment + NUMEL), tl.zeros([BLOCK], tl.int32)
     for start in range(0, numel, BLOCK):
         valid = in_tile(lanes, start, numel, BLOCK, KIND.aligned)
-        nans += keys_of(segment, start, lanes, valid, last_key, KIND, WEIGHTS_TOO)[1].to(tl.int32)
+        nans += keys_of(segment, start, lanes, valid, last_key, KIND)[1].to(tl.int32)
     add(totals + tl.load(segment + TENSOR) * 3 + 2, nans)
