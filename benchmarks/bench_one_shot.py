@@ -1,4 +1,4 @@
-"""One-shot pruning of SmolLM2-135M by the job, as a user runs it: perplexity over dense on two kinds of text, seconds.
+"""One-shot pruning of SmolLM2-135M by the job, as a user runs it: quality on three kinds of text, and seconds.
 
 Runs what RESULTS.jsonl lacks, appends every run to it as one line, and shows the table of all that is in it: a run
 that was interrupted goes on by the same command, and what is not to be timed may run side by side on one file.
@@ -22,10 +22,10 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.measure import heading, on_ranks, show, spread, table, unpin
-from benchmarks.texts import ABOUT, EVALUATION_TOKENS, KINDS, LENGTH, by_kind, evaluated, over_dense, write_texts
+from benchmarks.texts import ABOUT, KINDS, LENGTH, over_dense, perplexities_of, write_calibration
 from distprune.cli.commands import JobCommand
 from distprune.cli.main import app
-from distprune.jobs import Evaluation, OneShotJob, run_one_shot_job
+from distprune.jobs import OneShotJob, run_one_shot_job
 from launch.demo_inputs import demo_model
 
 REFERENCE = "SparseGPT"  # beside whose seconds the others' are set
@@ -81,13 +81,11 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
                             yield Case(method, pattern, samples, seed, ranks, options(method, pattern))
 
 
-def asked(case: Case, texts: Path, output: str) -> OneShotJob:
+def asked(case: Case, calibration: Path, output: str) -> OneShotJob:
     """Return the job of the command line of ``case``."""
-    words = ["prune", str(demo_model()), "--dtype", "float32", "--calibration", str(texts / "calibration.txt")]
+    words = ["prune", str(demo_model()), "--dtype", "float32", "--calibration", str(calibration)]
     words += f"{case.options} --samples {case.samples} --seed {case.seed} --sequence-length {LENGTH}".split()
-    words += ["--output", output, "--eval-tokens", str(EVALUATION_TOKENS), "--eval-length", str(LENGTH)]
-    for path in evaluated(texts):
-        words += ["--eval", str(path)]
+    words += ["--output", output]
     requests: list[JobCommand] = []
     app(words, obj=requests.append, standalone_mode=False)
     job = requests[0].job
@@ -95,18 +93,13 @@ def asked(case: Case, texts: Path, output: str) -> OneShotJob:
     return job
 
 
-def run(_: int, job: OneShotJob, texts: Path) -> dict[str, Any]:
-    """Run the job on this rank; return the perplexity on each kind of text, and seconds of pruning and of writing."""
+def run(_: int, job: OneShotJob) -> dict[str, float]:
+    """Run the job on this rank; return seconds of pruning and of writing."""
     if dist.get_world_size() == 1:
         unpin()
     report = run_one_shot_job(job)
-
-    def of(found: Evaluation) -> dict[str, float]:
-        return by_kind(lambda path: found.perplexity[str(path)], texts)
-
     writing, allocating = (report.seconds.get(stage, 0.0) for stage in ("write words", "allocate"))
-    seconds = report.seconds["prune"] + allocating
-    return {"dense": of(report.before), "perplexity": of(report.after), "seconds": seconds, "writing": writing}
+    return {"seconds": report.seconds["prune"] + allocating, "writing": writing}
 
 
 def read(results: Path) -> dict[Case, dict[str, Any]]:
@@ -118,14 +111,14 @@ def read(results: Path) -> dict[Case, dict[str, Any]]:
 def measure(wanted: list[Case], results: Path) -> None:
     """Run what ``results`` lacks."""
     with tempfile.TemporaryDirectory() as folder:
-        write_texts(Path(folder))
+        calibration, dense = write_calibration(Path(folder)), perplexities_of(demo_model())
         for case in wanted:
             if case in read(results):
                 continue
             with tempfile.TemporaryDirectory() as output:
-                by_rank = on_ranks(case.ranks, run, asked(case, Path(folder), f"{output}/pruned"), Path(folder))
-            entry = {"case": asdict(case), **max(by_rank, key=lambda result: result["seconds"])}
-            append(results, case, entry)
+                by_rank = on_ranks(case.ranks, run, asked(case, calibration, f"{output}/pruned"))
+                entry = {"case": asdict(case), "dense": dense, "perplexity": perplexities_of(f"{output}/pruned")}
+            append(results, case, entry | max(by_rank, key=lambda result: result["seconds"]))
 
 
 def append(results: Path, case: object, entry: dict[str, Any]) -> None:

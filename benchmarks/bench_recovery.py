@@ -1,7 +1,7 @@
 """Fine-tuning SmolLM2-135M with the zeros of one-shot pruning held: perplexity before and after, on 2 ranks.
 
 It runs what a user runs: ``distprune prune``, then ``distprune finetune``, on the text alone, with the dense model as
-its teacher, and on what that teacher writes; and evaluates on two kinds of text.
+its teacher, and on what that teacher writes; and evaluates on three kinds of text.
 
     python -m benchmarks.bench_recovery --minutes 10 --output benchmarks/results/recovery_HARDWARE_DATE.md
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import heading, show, table
-from benchmarks.texts import ABOUT, EVALUATION_TOKENS, KINDS, LENGTH, by_kind, evaluated, write_texts
+from benchmarks.texts import ABOUT, KINDS, LENGTH, perplexities_of, write_calibration
 from launch.demo_inputs import demo_model
 
 NUM_RANKS, NUM_SAMPLES, NUM_OWN = 2, 16, 128  # windows of calibration, and that the teacher writes
@@ -40,11 +40,6 @@ def launch(*arguments: str) -> dict[str, Any]:
     return report
 
 
-def of_kinds(report: dict[str, Any], when: str, folder: Path) -> dict[str, float]:
-    """Return the perplexity ``when`` on each kind of text."""
-    return by_kind(lambda path: report[f"perplexity_{when}"][str(path)], folder)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10)
@@ -55,26 +50,24 @@ def main() -> None:
     rows: list[tuple[str, ...]] = []
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        write_texts(folder)
-        evaluation = [word for path in evaluated(folder) for word in ("--eval", str(path))]
-        evaluation += ["--eval-length", str(LENGTH), "--eval-tokens", str(EVALUATION_TOKENS)]
+        calibration, dense = str(write_calibration(folder)), perplexities_of(demo_model())
         for pattern in arguments.patterns:
             pruned = str(folder / pattern.replace(" %", "").replace(":", "_"))
-            pruning = launch(
+            launch(
                 *("prune", str(demo_model()), "--method", arguments.method, "--pattern", *PATTERNS[pattern]),
-                *("--calibration", f"{folder}/calibration.txt", "--samples", str(NUM_SAMPLES)),
-                *("--sequence-length", str(LENGTH), *evaluation, "--output", pruned),
+                *("--calibration", calibration, "--samples", str(NUM_SAMPLES)),
+                *("--sequence-length", str(LENGTH), "--output", pruned),
             )
-            dense = of_kinds(pruning, "before", folder)
+            before = perplexities_of(pruned)
             for number, (trainer, (has_text, is_taught)) in enumerate(TRAINERS.items()):
-                data = ("--data", f"{folder}/calibration.txt") if has_text else ("--samples", str(NUM_OWN))
+                data = ("--data", calibration) if has_text else ("--samples", str(NUM_OWN))
                 teacher = ("--teacher", str(demo_model())) if is_taught else ()
                 report = launch(
                     *("finetune", pruned, *data, "--minutes", str(arguments.minutes)),
-                    *(*teacher, *evaluation, "--output", f"{pruned}-{number}"),
+                    *(*teacher, "--output", f"{pruned}-{number}"),
                 )
                 training = report["training"]
-                before, after = (of_kinds(report, when, folder) for when in ("before", "after"))
+                after = perplexities_of(f"{pruned}-{number}")
                 figures = [f"{of[kind]:.2f}" for kind in KINDS for of in (dense, before, after)]
                 share = f"{training['num_zeros'] / training['num_elements']:.2%}"
                 rows.append((pattern, trainer, *figures, str(training["num_steps"]), share))

@@ -25,11 +25,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.bench_one_shot import append
 from benchmarks.measure import heading, on_ranks, shard, show, spread, table, unpin
-from benchmarks.texts import ABOUT, EVALUATION_TOKENS, KINDS, LENGTH, by_kind, over_dense, write_texts
+from benchmarks.texts import ABOUT, KINDS, LENGTH, over_dense, perplexities, write_calibration
 from distprune.calibration.data import calibration_windows
 from distprune.calibration.own_words import own_words
-from distprune.calibration.text import tokenize_file
-from distprune.evaluation import perplexity
 from distprune.jobs.own_words import OWN_WORDS, mixed
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.removal.choose_units import choose_units
@@ -112,7 +110,7 @@ def run(_: int, case: Case, texts: Path, known: Known, loss_samples: int) -> dic
     if case.method.endswith(OWN):
         samples = with_own_words(model, tokenizer, samples, texts, case.seed)
         some = samples[:: len(samples) // (2 * loss_samples) + 1]  # 8 of 112, of each kind of window
-    found: dict[str, Any] = {"dense": known.dense or evaluate(model, tokenizer, texts)}
+    found: dict[str, Any] = {"dense": known.dense or perplexities(model, tokenizer)}
     with ExitStack() as stack:
         if case.what == BUDGET:
             num_all = sum(parameter.numel() for parameter in model.parameters())
@@ -136,7 +134,7 @@ def run(_: int, case: Case, texts: Path, known: Known, loss_samples: int) -> dic
             choose_units(model, samples, {}, layers=layers, **refitted)
             stack.enter_context(skipping(model, set(range(len(decoder_blocks(model)))) - {*layers}))
         seconds = time.perf_counter() - started
-        return found | {"perplexity": evaluate(model, tokenizer, texts), "seconds": seconds}
+        return found | {"perplexity": perplexities(model, tokenizer), "seconds": seconds}
 
 
 def with_own_words(model: Any, tokenizer: Any, samples: torch.Tensor, texts: Path, seed: int) -> torch.Tensor:
@@ -149,16 +147,6 @@ def with_own_words(model: Any, tokenizer: Any, samples: torch.Tensor, texts: Pat
         torch.save([words[:num], words[num:]], path.with_suffix(f".{os.getpid()}"))
         path.with_suffix(f".{os.getpid()}").replace(path)
     return mixed([samples, *torch.load(path)])
-
-
-def evaluate(model: Any, tokenizer: Any, texts: Path) -> dict[str, float]:
-    """Return the perplexity on each kind of text."""
-
-    def of(path: Path) -> float:
-        ids = tokenize_file(tokenizer, path, max_tokens=EVALUATION_TOKENS, sequence_length=LENGTH)
-        return perplexity(model, ids, sequence_length=LENGTH)
-
-    return by_kind(of, texts)
 
 
 def read(results: Path) -> dict[Case, dict[str, Any]]:
@@ -186,7 +174,7 @@ def measure(wanted: list[Case], results: Path, loss_samples: int) -> None:
     """Run what ``results`` lacks."""
     demo_model()
     with tempfile.TemporaryDirectory() as folder:
-        write_texts(Path(folder))
+        write_calibration(Path(folder))
         for case in wanted:
             entries = read(results)
             if case in entries:
