@@ -20,6 +20,7 @@ GRAMMAR: dict[str, Any] = {
     "samples": 128,
     "sequence_length": 2048,
     "tokenizer": None,
+    "beginnings": None,
     "temperature": 1.0,
     "top_k": 1000,
     "sparsity": None,

@@ -12,11 +12,11 @@ PACKAGE = Path(__file__).parent.parent / "distprune"
 # By folder, "." the files beside them: the most lines of code that it may have, and the goal.
 LINES = {
     ".": (406, 320),
-    "calibration": (1950, 1350),
+    "calibration": (1974, 1350),
     "checkpoint": (1485, 1180),
     "cli": (583, 410),
     "collectives": (668, 640),
-    "jobs": (2006, 1280),
+    "jobs": (2010, 1280),
     "kernels": (850, 800),
     "masks": (487, 470),
     "models": (880, 690),

@@ -8,11 +8,13 @@ to is in benchmarks/results.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from distprune.models.decoder_blocks import text_config
 
@@ -43,7 +45,10 @@ def vocabulary_of(model: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts that are written together: from ``prompts`` (texts, tokens) to ``length`` tokens; they fill ``windows``."""
+    """Texts that are written together: from ``prompts`` (texts, tokens) to ``length`` tokens; they fill ``windows``.
+
+    Behind a prompt that is shorter than others stands -1.
+    """
 
     prompts: torch.Tensor
     length: int
@@ -51,26 +56,45 @@ class Texts:
 
     @property
     def num_steps(self) -> int:
-        return self.length - self.prompts.shape[1]
+        return self.length - num_common(self.prompts)
+
+
+def num_common(prompts: torch.Tensor) -> int:
+    """Return how many tokens the shortest of ``prompts`` has."""
+    return int((prompts >= 0).all(dim=0).sum())
 
 
 def texts_of(
-    model: nn.Module, tokenizer: Any, prompts: torch.Tensor | None, samples: int, length: int, seed: int
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: torch.Tensor | None,
+    lines: Sequence[str] | None,
+    samples: int,
+    length: int,
+    seed: int,
 ) -> list[Texts]:
     """Return the texts of ``samples`` windows of ``length`` tokens: the first continue ``prompts``. Local.
 
     The others are in turn of the kinds that :func:`distprune.own_words` names; beside prompts none begins with random
-    tokens. Without a chat template, or room for one, beginnings take the place of chats, and without a tokenizer random
-    tokens that of all. Texts that begin with one token may be a few tokens too long for their window.
+    tokens. Documents begin with ``lines``, where there are any. Without a chat template, or room for one, beginnings
+    take the place of chats, and without a tokenizer random tokens that of all. Texts that share a window may be a few
+    tokens too long for it.
+
+    Raises:
+        ValueError: a line is empty, or fills a whole text.
     """
     num_given = 0 if prompts is None else len(prompts)
     texts = [] if prompts is None else [Texts(prompts.cpu(), length, list(range(num_given)))]
-    opening = chat_opening(tokenizer)
-    kinds = ["tokens"] if prompts is None or tokenizer is None else []
-    if tokenizer is not None:
+    opening, begun = chat_opening(tokenizer), [] if tokenizer is None else beginnings(tokenizer, lines)
+    kinds = ["tokens"] if prompts is None or not begun else []
+    if begun:
         kinds += ["beginnings", "chats" if 0 < len(opening) < length else "beginnings"]
     generator = torch.Generator("cpu").manual_seed(seed)
     num_texts = max(1, min(_NUM_TEXTS, length // _LEAST))  # of a window
+    text_length = -(-length // num_texts)
+    for line, ids in zip(lines, begun, strict=True) if lines else ():
+        if not 0 < len(ids) < text_length:
+            raise ValueError(f"the beginning {line[:40]!r} has {len(ids)} tokens, where a text has {text_length}")
     for kind in dict.fromkeys(kinds[: samples - num_given]):
         windows = [i for i in range(num_given, samples) if kinds[(i - num_given) % len(kinds)] == kind]
         num = len(windows) * num_texts
@@ -78,9 +102,11 @@ def texts_of(
             chats = torch.tensor([opening] * len(windows), dtype=torch.int64, device="cpu")
             texts.append(Texts(chats, length, windows))
         elif kind == "tokens":
-            texts.append(Texts(random_tokens(model, num, generator, tokenizer), -(-length // num_texts), windows))
+            texts.append(Texts(random_tokens(model, num, generator, tokenizer), text_length, windows))
         else:
-            texts.append(Texts(beginnings(tokenizer, num, generator), -(-length // num_texts), windows))
+            starts = pad_sequence([torch.tensor(ids, dtype=torch.int64, device="cpu") for ids in begun], True, -1)
+            order = torch.randperm(num, generator=generator, device="cpu") % len(starts)
+            texts.append(Texts(starts[order], text_length, windows))
     return texts
 
 
@@ -103,12 +129,13 @@ def random_tokens(model: Any, num: int, generator: torch.Generator, tokenizer: A
     return ids[torch.randint(len(ids), (num, 1), generator=generator, device="cpu")]
 
 
-def beginnings(tokenizer: Any, num: int, generator: torch.Generator) -> torch.Tensor:
-    """Return the first tokens (num, 1) of :data:`BEGINNINGS`, in an order by chance, as often as they must. Local."""
-    openings = (tokenizer(text.rstrip(" "), add_special_tokens=False)["input_ids"] for text in BEGINNINGS)
-    firsts = torch.tensor([ids[0] for ids in openings if ids], dtype=torch.int64, device="cpu")
-    order = torch.randperm(num, generator=generator, device="cpu")
-    return firsts[order % len(firsts)][:, None]
+def beginnings(tokenizer: Any, lines: Sequence[str] | None) -> list[list[int]]:
+    """Return the tokens of ``lines``, or the first of each of :data:`BEGINNINGS` that the tokenizer knows. Local."""
+    texts = [tokenizer(line.rstrip(" "), add_special_tokens=False)["input_ids"] for line in lines or BEGINNINGS]
+    if lines is not None:
+        return texts
+    firsts = [ids[:1] for ids in texts if ids and ids[0] != tokenizer.unk_token_id]
+    return [ids for ids in firsts if "\ufffd" not in tokenizer.decode(ids)]  # a part of a character
 
 
 def chat_opening(tokenizer: Any) -> list[int]:

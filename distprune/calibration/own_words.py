@@ -6,7 +6,7 @@ the other, where prompts are one token each: so few windows are about many thing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from distprune.calibration.data import check_fit, check_logits, device_of, token_digest
-from distprune.calibration.openings import texts_of, vocabulary_of
+from distprune.calibration.openings import num_common, texts_of, vocabulary_of
 from distprune.calibration.recorded_words import can_record, write_recorded
 from distprune.calibration.sample_group import find_sample_group
 from distprune.calibration.token_ids import TokenIds
@@ -71,6 +71,7 @@ def own_words(
     *,
     tokenizer: Any = None,
     prompts: torch.Tensor | None = None,
+    beginnings: Sequence[str] | None = None,
     temperature: float = 1.0,
     top_k: int = TOP_K,
     seed: int = 0,
@@ -96,6 +97,8 @@ def own_words(
         tokenizer: of transformers. Without it all texts begin with random tokens of the vocabulary.
         prompts: what the first windows continue, (at most ``samples``, at least 1) int64: pieces of a text. Then no
             other window begins with random tokens.
+        beginnings: what documents begin with, each with one of these, whole. By default some begin as code does, others
+            as manuals, letters, stories.
         temperature, top_k: tokens are drawn from the ``top_k`` likeliest by the softmax of logits / temperature.
         seed: of the draws, which differ from rank to rank: other numbers of ranks write other texts.
         cache_memory: bytes of keys and values, and logits, on one rank: as many texts are written at a time. By default
@@ -127,9 +130,11 @@ def own_words(
         numbers["cache_memory"] = room = max(_CACHE_MEMORY, of_device // 8) if cache_memory is None else cache_memory
         _check(bare, numbers, temperature, prompts)
         check_runs_on_tokens(bare)
-        all_texts = texts_of(bare, tokenizer, prompts, samples, sequence_length, seed)
+        if beginnings is not None and (tokenizer is None or not beginnings or isinstance(beginnings, str)):
+            raise ValueError(f"{beginnings=} must be texts, one at least, and need a tokenizer")
+        all_texts = texts_of(bare, tokenizer, prompts, beginnings, samples, sequence_length, seed)
         for texts in all_texts:
-            check_fit(texts.prompts, bare, sequence_length)
+            check_fit(texts.prompts.clamp(0), bare, sequence_length)
         reset_forward(bare)
         digests = [token_digest(texts.prompts) for texts in all_texts]
         facts = {"asked": [numbers, temperature], "prompts": digests, "progress": progress is not None}
@@ -212,10 +217,15 @@ def _generating(
 
     def generate(prompts: torch.Tensor, length: int, tell: Callable[[int], None]) -> torch.Tensor:
         nonlocal records
-        num_steps, device = length - prompts.shape[1], prompts.device
+        given, device = prompts[:, : num_common(prompts)], prompts.device
+        num_steps = length - given.shape[1]
         are_numbers = torch.ones((), dtype=torch.bool, device=device)
         noise = torch.empty((len(prompts), min(top_k, vocabulary)), dtype=torch.float32, device=device)
-        shuffle = partial(noise.exponential_, generator=generator)
+        said = torch.full((len(prompts), 1), -1, dtype=torch.int64, device=device)  # by a longer prompt
+
+        def shuffle(place: int) -> None:
+            noise.exponential_(generator=generator)
+            said.copy_(prompts[:, place, None]) if place < prompts.shape[1] else said.fill_(-1)
 
         def draw(logits: torch.Tensor) -> torch.Tensor:
             """Return a token for each text, (texts, 1): the largest of p / noise, as torch.multinomial does."""
@@ -223,23 +233,23 @@ def _generating(
             are_numbers.logical_and_(logits.amax().isfinite())  # NaN is the largest of all
             values, tokens = logits.nan_to_num().topk(noise.shape[1])
             shares = (values.float() / temperature).softmax(-1).div_(noise)
-            return tokens.gather(1, shares.argmax(-1, keepdim=True))
+            return torch.where(said < 0, tokens.gather(1, shares.argmax(-1, keepdim=True)), said)
 
         def leave(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
             """Leave one token of each text: what is greedy then takes it."""
-            shuffle()
+            shuffle(ids.shape[1])
             tokens = draw(logits)
-            tell(ids.shape[1] + 1 - prompts.shape[1])
+            tell(ids.shape[1] + 1 - given.shape[1])
             return torch.full_like(logits, -torch.inf).scatter_(1, tokens, 0.0)
 
         texts: torch.Tensor | None = None
         if records and can_record(model, num_steps):
-            texts = write_recorded(model, prompts, length, shuffle, draw, tell)
+            texts = write_recorded(model, given, length, shuffle, draw, tell)
             records = texts is not None
         if texts is None:
             texts = anything.generate(
-                prompts,
-                attention_mask=torch.ones_like(prompts),
+                given,
+                attention_mask=torch.ones_like(given),
                 generation_config=type(before)(max_new_tokens=num_steps, do_sample=False, num_beams=1, use_cache=True),
                 logits_processor=[leave],
                 synced_gpus=False,  # all ranks take as many steps

@@ -41,14 +41,15 @@ def write_recorded(
     model: Any,
     prompts: torch.Tensor,
     length: int,
-    shuffle: Callable[[], object],
+    shuffle: Callable[[int], object],
     draw: Callable[[torch.Tensor], torch.Tensor],
     tell: Callable[[int], None],
 ) -> torch.Tensor | None:
     """Return ``prompts`` (texts, k), continued to ``length``; ``None``: steps of this model cannot be recorded.
 
-    ``draw`` is given logits (texts, vocabulary) and returns tokens (texts, 1); what it draws by is made anew by
-    ``shuffle``, which is not recorded. ``tell`` is called with how many tokens of a text are on their way. Local.
+    ``draw`` is given logits (texts, vocabulary) and returns tokens (texts, 1). What it draws by is made anew by
+    ``shuffle``, which is given the token's place and is not recorded. ``tell`` is called with how many tokens of a text
+    are on their way. Local.
     """
     caches, num_given = sys.modules["transformers.cache_utils"], prompts.shape[1]
     texts = nn.functional.pad(prompts, (0, length - num_given))
@@ -69,16 +70,16 @@ def write_recorded(
             cache = caches.StaticCache(config=model.config, max_cache_len=-(-length // _ALIGNED) * _ALIGNED)
             if {*map(type, cache.layers)} != {caches.StaticLayer}:  # others count tokens on the host
                 return None
-            for ids in (prompts, None):
-                shuffle()
+            for number, ids in enumerate((prompts, None)):
+                shuffle(num_given + number)
                 step(ids)
-            shuffle()
+            shuffle(num_given + 2)
             run = recorded(step)
         except Exception:  # it waits for the device, say; token by token it writes all the same, or raises again
             return None
         for number in range(1, length - num_given + 1):
             if number > _NUM_BEFORE:
-                shuffle()
+                shuffle(num_given + number - 1)
                 if num_given + number - 1 > reach[0]:
                     reach[0] *= 2
                     run = recorded(step)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from distprune.calibration.own_words import TOP_K, own_words
+from distprune.calibration.text import open_text
 from distprune.checkpoint.hub import name_of_model
 from distprune.checkpoint.outputs import check_file, writing
 from distprune.collectives.agree import together
@@ -29,6 +30,7 @@ class SampleJob(BareJob):
         output: File to write (safetensors), in no model's directory. It must not exist.
         samples: Windows to write.
         sequence_length: Tokens in each.
+        beginnings: File of what documents begin with, one a line, in the place of what comes with distprune.
         temperature: Divides the logits.
         top_k: Draw from as many of the likeliest tokens.
         dtype: Of the weights in memory. auto: as they are stored.
@@ -37,6 +39,7 @@ class SampleJob(BareJob):
 
     samples: int = ask(default=128, least=1, most=MOST, panel=WINDOWS)
     sequence_length: int = ask(default=2048, least=2, most=MOST, panel=WINDOWS)
+    beginnings: str | None = ask(default=None, is_file=True, metavar="FILE", panel=WINDOWS)
     temperature: float = ask(default=1.0, above=0, panel=WINDOWS)
     top_k: int = ask(default=TOP_K, least=1, most=MOST, panel=WINDOWS)
 
@@ -74,10 +77,12 @@ def run_sample_job(
     run = BareRun(job, group, device, watcher)
     with writing(job.output, run.comm, overwrite=job.overwrite, inputs=run.inputs, is_file=True) as staging:
         with together(run.comm):
-            tokenizer = run.tokenizer
+            tokenizer, how = run.tokenizer, job.asked_of(own_words)
+            if job.beginnings is not None:
+                with open_text(Path(job.beginnings), "file of beginnings") as file:
+                    how["beginnings"] = [line.rstrip("\n") for line in file if line.strip()]
         model = run.load()
         with run.stage("write", "writing own words", "tokens") as progress:
-            how = job.asked_of(own_words)
             words = own_words(model, job.samples, **how, tokenizer=tokenizer, group=run.comm, progress=progress)
         with together(run.comm):
             if run.comm.rank == 0:

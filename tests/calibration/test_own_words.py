@@ -17,7 +17,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from distprune import allocate, own_words, prune_blocks, shrink_model
 from distprune.calibration import recorded_words
-from distprune.calibration.openings import BEGINNINGS, chat_opening, texts_of
+from distprune.calibration.openings import BEGINNINGS, beginnings, chat_opening, texts_of
 from distprune.checkpoint.hf_load import load_model, load_tokenizer
 from distprune.models.decoder_blocks import decoder_blocks
 from tests.architectures import ONE_SHOT_ARCHITECTURES, VOCABULARY, samples, tiny_model
@@ -137,7 +137,7 @@ def test_the_seed_decides() -> None:
 @pytest.mark.parametrize(("length", "num_texts"), [(63, 1), (64, 2), (130, 4), (256, 4)])
 def test_windows_hold_texts_that_know_nothing_of_each_other(length: int, num_texts: int) -> None:
     model, size = tiny_model("llama"), -(-length // num_texts)
-    (texts,) = texts_of(model, None, None, 2, length, 0)
+    (texts,) = texts_of(model, None, None, None, 2, length, 0)
     assert (texts.prompts.shape, texts.length, texts.windows) == ((2 * num_texts, 1), size, [0, 1])
     words = own_words(model, 2, length, top_k=1)
     for text in torch.split(words, size, dim=1):
@@ -151,10 +151,10 @@ def test_kinds_of_windows(tmp_path: Path) -> None:
     model = load_model(tmp_path / "model")
     prompts = torch.full((2, 4), 5)
     assert chat_opening(None) == chat_opening(tokenizer) == []
-    _, begun = texts_of(model, tokenizer, prompts, 98, 31, 0)  # beginnings stand in for chats
-    known = [tokenizer(text.rstrip(" "))["input_ids"][0] for text in BEGINNINGS]
+    _, begun = texts_of(model, tokenizer, prompts, None, 98, 31, 0)  # beginnings stand in for chats
+    known = [first for text in BEGINNINGS if (first := tokenizer(text.rstrip(" "))["input_ids"][0])]
     assert begun.windows == list(range(2, 98))
-    assert sorted(begun.prompts[:, 0].tolist()) == sorted(known * 2)
+    assert sorted(begun.prompts[:, 0].tolist()) == sorted((known * 96)[:96])
     tokenizer.chat_template = CHAT
     opening = chat_opening(tokenizer)
     assert opening == tokenizer("<|user|>", add_special_tokens=False)["input_ids"]
@@ -164,6 +164,40 @@ def test_kinds_of_windows(tmp_path: Path) -> None:
     assert torch.equal(words[3::2, : len(opening)], torch.tensor([opening]).repeat(3, 1))
     words = own_words(model, 300, 9, tokenizer=tokenizer)  # a chat needs more room than its opening
     assert set(words[::3, 0].tolist()) == {*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids} - {0, 1, 2}
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_documents_begin_with_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: bool) -> None:
+    make_tokenizer(make_model(tmp_path / "model"))
+    tokenizer: Any = load_tokenizer(tmp_path / "model")
+    model, lines = load_model(tmp_path / "model"), ["the", "a model", "s"]
+    if records:
+        monkeypatch.setattr(own_words_module, "can_record", lambda *_: True)
+        monkeypatch.setattr(recorded_words, "recorded", step_by_step)
+        monkeypatch.setattr(model, "generate", None)
+    told: list[tuple[int, int]] = []
+    how: Any = {"tokenizer": tokenizer, "prompts": torch.full((1, 4), 5), "progress": lambda *done: told.append(done)}
+    words = own_words(model, 4, 64, **how, beginnings=lines, top_k=1)
+    assert told[-1] == (60 + 6 * 31,) * 2
+    texts = words[1:].reshape(6, 32)
+    starts = [tokenizer(line)["input_ids"] for line in lines]
+    assert sorted(next(start for start in starts if text[: len(start)].tolist() == start) for text in texts) == sorted(
+        starts * 2
+    )
+    for text in texts:
+        (num_given,) = {len(start) for start in starts if text[: len(start)].tolist() == start}
+        assert torch.equal(text[None], likeliest(model, text[None], num_given))
+
+
+def test_beginnings_that_a_tokenizer_does_not_know(tmp_path: Path) -> None:
+    make_tokenizer(make_model(tmp_path / "model"))
+    tokenizer: Any = load_tokenizer(tmp_path / "model")
+    known = {tokenizer.convert_tokens_to_ids(text[0]) for text in BEGINNINGS} - {tokenizer.unk_token_id}
+    assert {ids[0] for ids in beginnings(tokenizer, None)} == known
+    assert len(known) < len({text[0] for text in BEGINNINGS})
+    tokenizer.decode = lambda _: "\ufffd"
+    texts = texts_of(load_model(tmp_path / "model"), tokenizer, torch.full((2, 4), 5), None, 98, 31, 0)
+    assert [(text.prompts.shape, text.windows[0]) for text in texts] == [((2, 4), 0), ((96, 1), 2)]  # random tokens
 
 
 def sharded(architecture: str, layout: str, **changes: Any) -> nn.Module:
@@ -258,6 +292,7 @@ def test_what_cannot_write_is_refused() -> None:
     model: Any = tiny_model("llama", max_position_embeddings=8)
     with pytest.raises(NotImplementedError, match="LlamaModel does not generate"):
         own_words(model.model, 2, 4)
+
     arguments: dict[str, Any]
     for arguments, message in (
         ({"sequence_length": 9}, "longer than the model's 8 positions"),
@@ -306,3 +341,21 @@ def test_samples_that_one_rank_alone_has(call: str) -> None:
     for error in run_threads(2, called_on_rank, call, catch=True):
         assert isinstance(error, ValueError)
         assert "called with different arguments" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], r"beginnings=\[\] must be texts, one at least"),
+        ("text", "beginnings='text' must be texts, one at least"),
+        (["a", ""], "the beginning '' has 0 tokens, where a text has 6"),
+        (["a model"], "the beginning 'a model' has 7 tokens, where a text has 6"),
+    ],
+)
+def test_beginnings_that_are_refused(tmp_path: Path, lines: Any, message: str) -> None:
+    make_tokenizer(make_model(tmp_path / "model"))
+    model, tokenizer = load_model(tmp_path / "model"), load_tokenizer(tmp_path / "model")
+    with pytest.raises(ValueError, match=message):
+        own_words(model, 2, 6, tokenizer=tokenizer, beginnings=lines)
+    with pytest.raises(ValueError, match="need a tokenizer"):
+        own_words(model, 2, 6, beginnings=["a"])

@@ -66,6 +66,21 @@ def test_kinds_are_evenly_mixed() -> None:
     assert torch.equal(mixed(kinds[:1]), kinds[0])
 
 
+def test_documents_begin_with_lines_of_a_file(job: OneShotJob, tmp_path: Path) -> None:
+    tokenizer, lines = load_tokenizer(Path(job.model)), tmp_path / "lines"
+    asked = SampleJob(model=job.model, output=str(tmp_path / "words"), samples=6, sequence_length=64)
+    with pytest.raises(FileNotFoundError, match="no file of beginnings"):
+        run_sample_job(dataclasses.replace(asked, beginnings=str(lines)))
+    lines.write_text("the model\n\ns\n")
+    run_sample_job(dataclasses.replace(asked, beginnings=str(lines)))
+    windows, about = read_words(tmp_path / "words")
+    begun = windows[[i for i in range(6) if i % 3]].view(8, 32)  # without a chat template
+    starts = [tokenizer(line)["input_ids"] for line in ("the model", "s")]
+    assert sum(text[:9].tolist() == starts[0] for text in begun) == 4
+    assert sum(text[:1].tolist() == starts[1] for text in begun) == 4
+    assert about["beginnings"] == "['the model', 's']"
+
+
 def calibrated_with(patch: pytest.MonkeyPatch, run: Callable[[], Any]) -> list[torch.Tensor]:
     """Return the kinds of windows that a job mixes."""
     found: list[torch.Tensor] = []
