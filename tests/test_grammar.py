@@ -45,6 +45,7 @@ GRAMMAR: dict[str, Any] = {
     "target_share": None,
     "refit": None,
     "permute": None,
+    "epochs": 2,
     "include": (),
     "exclude": (),
     "dtype": None,

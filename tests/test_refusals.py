@@ -124,6 +124,8 @@ REFUSED: list[Row] = [
     (partial(blocks, target_share="half"), TypeError, "target_share must be a number, not 'half'"),
     (partial(blocks, refit="block"), ValueError, "needs targets='dense'"),
     (partial(blocks, targets="dense", refit="all"), ValueError, "refit='all' is none of block, none"),
+    (partial(blocks, epochs=0), ValueError, "epochs=0 must be an int, 1 or more"),
+    (partial(blocks, epochs=1.5), ValueError, "epochs=1.5 must be an int, 1 or more"),
     (partial(blocks, pattern=prune.PerRow(0.5), permute="channels"), ValueError, "patterns such as '2:4'"),
     (partial(blocks, pattern="2:4", permute="heads"), ValueError, "is none of channels, none"),
     (partial(blocks, expert_memory=0), ValueError, "expert_memory=0 must be more than 0"),

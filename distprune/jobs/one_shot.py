@@ -17,7 +17,7 @@ from distprune.checkpoint.hf_load import build_on_meta
 from distprune.collectives.agree import together
 from distprune.formatting import one_line
 from distprune.jobs.block_files import BlockFiles
-from distprune.jobs.options import METHOD, PLAN, RUNNING, PruningJob, ask, asked, parse_amount
+from distprune.jobs.options import METHOD, MOST, PLAN, RUNNING, PruningJob, ask, asked, parse_amount
 from distprune.jobs.own_words import CalibratedJob
 from distprune.jobs.report import JobReport, PrunedBlocks
 from distprune.jobs.run import Device, Run, open_job
@@ -26,7 +26,7 @@ from distprune.models.find_shards import count_parameters
 from distprune.oneshot.allocation import Allocation, allocate
 from distprune.oneshot.estimate import as_line, estimate
 from distprune.oneshot.prune_blocks import prune_blocks
-from distprune.oneshot.recipe import BlockRefit, OneShotMethod, Permute, Recipe, Sequential
+from distprune.oneshot.recipe import EPOCHS, BlockRefit, OneShotMethod, Permute, Recipe, Sequential
 from distprune.patterns.as_pattern import as_pattern
 
 
@@ -47,6 +47,7 @@ class OneShotJob(PruningJob, CalibratedJob):
         refit: Fit each pruned block as a whole to the dense model's (the default with dense targets), or none.
         permute: channels: for N:M, put them in the order in which most is kept (the default with dense targets); or
             none.
+        epochs: How often all windows are gone through where a block is fitted: more take longer, and are better.
         expert_memory: Of a mixture: memory for the sums of experts that a rank prunes at a time.
     """
 
@@ -55,6 +56,7 @@ class OneShotJob(PruningJob, CalibratedJob):
     allocation: Allocation | None = ask(default=None, panel=METHOD)
     refit: BlockRefit | None = ask(default=None, panel=METHOD)
     permute: Permute | None = ask(default=None, panel=METHOD)
+    epochs: int = ask(default=EPOCHS, least=1, most=MOST, panel=METHOD)
     expert_memory: int = ask(
         default=EXPERT_MEMORY, least=1, parse=parse_bytes, metavar="N[K|M|G|T]", decides=False, panel=RUNNING
     )

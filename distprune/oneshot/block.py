@@ -173,8 +173,8 @@ class _BlockWalk:
         if self.recipe.refit == "block":
             with clock(self.seconds, "fit"):
                 matrices = {linear.parameter_path for linear in self.everything.values()} - self.dense.keys()
-                seed = self.recipe.seed or 0
-                fit = fit_block(self.comm, self.walk, self.index, matrices, seed, self.advances)
+                how = self.recipe.seed or 0, self.recipe.epochs, self.advances
+                fit = fit_block(self.comm, self.walk, self.index, matrices, *how)
         elif self.advances:
             with clock(self.seconds, "forward"):
                 self.walk.advance(self.index, self.comm)

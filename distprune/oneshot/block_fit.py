@@ -34,7 +34,6 @@ from distprune.shards.layouts import local_of, local_shard
 from distprune.shards.local_shard import LocalShard, cut
 
 _LEAST_BATCH, _MOST_BATCHES = 4, 32  # windows; of all windows
-_NUM_EPOCHS = 2  # passes over all of them
 _BETAS = (0.9, 0.95)
 _STEP, _USUAL_RMS = 1e-3, 0.1  # the first step, of a matrix whose root mean square is so large
 _WARM_UP, _LEAST = 0.1, 0.1  # of all steps; of the learning rate, at the end
@@ -49,16 +48,16 @@ class BlockFit:
 
 
 def fit_block(
-    comm: Communicator, walk: Walk, index: int, matrices: Collection[str], seed: int, advances: bool
+    comm: Communicator, walk: Walk, index: int, matrices: Collection[str], seed: int, epochs: int, advances: bool
 ) -> BlockFit | None:
     """Fit block ``index`` of ``walk`` in place: its parameters ``matrices``, and all 1-D ones, but none it shares.
 
     ``walk`` is before the block, its dense stream behind it; if it ``advances``, it is behind the block afterwards.
-    Weights of ``matrices`` that are 0 stay so, and no other becomes 0. ``None``: there is nothing to fit. The order
-    of steps follows from ``seed``, the block and the epoch; their windows are those of ``walk.steps``. Beyond what a
-    run of the block takes, a rank needs memory for what autograd keeps of the windows of one step, for the gradients
-    of all parameters, twice, one of them in float32, and of its own shards for 3 times float32 and a copy. The pruned
-    stream is there twice for a while.
+    Weights of ``matrices`` that are 0 stay so, and no other becomes 0. ``None``: there is nothing to fit. All
+    windows are gone through ``epochs`` times, in the steps of ``walk.steps``, whose order follows from ``seed``, the
+    block and the epoch. Beyond what a run of the block takes, a rank needs memory for what autograd keeps of the
+    windows of one step, for the gradients of all parameters, twice, one of them in float32, and of its own shards for 3
+    times float32 and a copy. The pruned stream is there twice for a while.
 
     Every rank must call it. Rounds: 2 of 24 bytes, 1 of 16 bytes a parameter, 4 of 64 bytes, and for each step 1 of 4
     bytes for each element of all parameters; FSDP2 gathers the block once more for each.
@@ -84,7 +83,7 @@ def fit_block(
     rates = _rates(comm, shards, matrices)
     with together(comm):
         fit = _Fit(walk, index, shards, rates, matrices, num_elements / size)
-        steps = [part for epoch in range(_NUM_EPOCHS) for part in _shuffled(walk.steps, f"{seed}:{index}:{epoch}")]
+        steps = [part for epoch in range(epochs) for part in _shuffled(walk.steps, f"{seed}:{index}:{epoch}")]
     try:
         for step, part in enumerate(steps):
             with walk.block(index, gradients=True), fit.keeping_error():

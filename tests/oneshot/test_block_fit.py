@@ -14,7 +14,7 @@ from torch import nn
 
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.oneshot import block, block_fit, driver
-from distprune.oneshot.block_fit import BlockFit, batch_size, fit_block
+from distprune.oneshot.block_fit import batch_size, fit_block
 from distprune.oneshot.prune_blocks import prune_blocks
 from tests.architectures import samples, tiny_model
 from tests.families import family_model, tokens
@@ -190,19 +190,24 @@ def test_what_blocks_share_stays() -> None:
     assert not torch.equal(first.get_parameter(mlp), own)
 
 
-def test_rounds_do_not_grow_with_windows() -> None:
-    model = tiny_model("llama", num_hidden_layers=1)
+def test_rounds_grow_with_steps_and_errors_fall(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds, fits = list[float](), list[Any]()
 
-    def counted(*arguments: Any) -> BlockFit | None:
+    def counted(*arguments: Any) -> Any:
         comm = arguments[0]
         before = comm.traffic.copy()
-        found = fit_block(*arguments)
-        assert (comm.traffic - before).num_rounds == 6 + 2 * math.ceil(len(TOKENS) / batch_size(len(TOKENS)))
-        return found
+        fits.append(fit_block(*arguments))
+        rounds.append((comm.traffic - before).num_rounds - 6)
+        return fits[-1]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block, "fit_block", counted)
-        prune_blocks(model, TOKENS, **HOW)
+    monkeypatch.setattr(block, "fit_block", counted)
+    runs: list[dict[str, Any]] = [{}, {"epochs": 1}, {"epochs": 8}]
+    for more in runs:
+        prune_blocks(tiny_model("llama", num_hidden_layers=1), TOKENS, **HOW, **more)
+    num_steps = math.ceil(len(TOKENS) / batch_size(len(TOKENS)))
+    assert rounds == [2 * num_steps, num_steps, 8 * num_steps]
+    assert fits[0].before == fits[1].before == fits[2].before
+    assert fits[2].after < fits[0].after < fits[1].after
 
 
 @pytest.mark.parametrize("family", ["gemma3n_text", "xlnet"])
