@@ -21,7 +21,7 @@ LINES = {
     "masks": (487, 470),
     "models": (880, 690),
     "oneshot": (1903, 1440),
-    "patterns": (1460, 690),
+    "patterns": (1455, 690),
     "pruning": (1420, 960),
     "removal": (1506, 1160),
     "scores": (376, 350),

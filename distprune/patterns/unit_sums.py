@@ -219,18 +219,15 @@ def _in_chunks(keys: torch.Tensor, _: Order) -> Iterator[Any]:
 
 def _thresholds(keys: list[float | int | None], score: Score, grid: Grid | None) -> list[float | int | None]:
     """Return by member the score for which each of ``keys`` of units stands. A random key stands for itself."""
+
+    def score_of(key: int, scale: int) -> float:
+        if score.combined_by != "sum":
+            return VALUES.values([key])[0]
+        return math.copysign(math.inf, key) if key in (SUMS.first, SUMS.last) else math.ldexp(key, -scale)
+
     if grid is None:
         return keys
-    found: list[float | int | None] = []
-    for key, scale in zip(keys, grid.scales, strict=True):
-        if key is None:
-            found.append(None)
-        elif score.combined_by != "sum":
-            found += VALUES.values([int(key)])
-        else:
-            is_infinite = key in (SUMS.first, SUMS.last)
-            found.append(math.copysign(math.inf, key) if is_infinite else math.ldexp(int(key), -scale))
-    return found
+    return [None if key is None else score_of(int(key), scale) for key, scale in zip(keys, grid.scales, strict=True)]
 
 
 def choice_of_units(
