@@ -97,6 +97,7 @@ def test_models_that_no_job_has_written(
     prune.save(smaller, "smaller")
     num_left = sum(parameter.numel() for parameter in smaller.parameters())
     assert num_left < num_before
+    assert compare_outputs(["half"]).outputs[0].share == 0.5
     assert end(monkeypatch, "compare", "half", "smaller") == 0
     name, half, small, *_, last = capsys.readouterr().out.splitlines()
     assert name == "sparsity"

@@ -145,6 +145,14 @@ def test_a_batch_in_bfloat16_on_two_ranks(pool: ProcessPool, job: FinetuneJob) -
     assert losses != exact
 
 
+def test_long_gradients_are_cut(job: FinetuneJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = run_on_rank(0, job)
+    monkeypatch.setattr("distprune.jobs.masked_training._LONGEST_GRADIENT", 1e9)
+    longer = run_on_rank(0, dataclasses.replace(job, overwrite=True))
+    assert cut[:2] == pytest.approx(longer[:2], rel=1e-3)  # the first step of AdamW has no scale
+    assert cut != longer
+
+
 def test_the_time_that_was_spent_counts(job: FinetuneJob, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
 
