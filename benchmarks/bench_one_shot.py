@@ -5,6 +5,7 @@ that was interrupted goes on by the same command, and what is not to be timed ma
 
     python -m benchmarks.bench_one_shot RESULTS.jsonl --output benchmarks/results/one_shot_HARDWARE_DATE.md
     python -m benchmarks.bench_one_shot RESULTS.jsonl --ranks 1 --samples 64 --methods ADMM
+    python -m benchmarks.bench_one_shot RESULTS.jsonl --ranks 1 --samples 16 --device cuda
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ METHODS = {
     "default, not permuted": "--method admm --permute none",
     "default, uniform": "--method admm --allocation uniform",
     "default": "--method admm",
+    "default, 8 passes": "--method admm --epochs 8",
     "default, no text, not permuted": "--method admm --calibration self --permute none",
     "default, no text, uniform": "--method admm --calibration self --allocation uniform",
     "default, no text": "--method admm --calibration self",
@@ -93,11 +95,11 @@ def asked(case: Case, calibration: Path, output: str) -> OneShotJob:
     return job
 
 
-def run(_: int, job: OneShotJob) -> dict[str, float]:
-    """Run the job on this rank; return seconds of pruning and of writing."""
+def run(_: int, job: OneShotJob, device: str) -> dict[str, float]:
+    """Run the job on this rank's ``device``; return seconds of pruning and of writing."""
     if dist.get_world_size() == 1:
         unpin()
-    report = run_one_shot_job(job)
+    report = run_one_shot_job(job, device=device)
     writing, allocating = (report.seconds.get(stage, 0.0) for stage in ("write words", "allocate"))
     return {"seconds": report.seconds["prune"] + allocating, "writing": writing}
 
@@ -108,16 +110,17 @@ def read(results: Path) -> dict[Case, dict[str, Any]]:
     return {Case(**entry["case"]): entry for entry in map(json.loads, lines)}
 
 
-def measure(wanted: list[Case], results: Path) -> None:
+def measure(wanted: list[Case], results: Path, device: str) -> None:
     """Run what ``results`` lacks."""
     with tempfile.TemporaryDirectory() as folder:
-        calibration, dense = write_calibration(Path(folder)), perplexities_of(demo_model())
+        calibration, dense = write_calibration(Path(folder)), perplexities_of(demo_model(), device)
         for case in wanted:
             if case in read(results):
                 continue
             with tempfile.TemporaryDirectory() as output:
-                by_rank = on_ranks(case.ranks, run, asked(case, calibration, f"{output}/pruned"))
-                entry = {"case": asdict(case), "dense": dense, "perplexity": perplexities_of(f"{output}/pruned")}
+                by_rank = on_ranks(case.ranks, run, asked(case, calibration, f"{output}/pruned"), device)
+                after = perplexities_of(f"{output}/pruned", device)
+                entry = {"case": asdict(case), "dense": dense, "perplexity": after}
             append(results, case, entry | max(by_rank, key=lambda result: result["seconds"]))
 
 
@@ -170,9 +173,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--patterns", nargs="+", default=list(PATTERNS), choices=PATTERNS)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    measure(list(cases(arguments)), arguments.results)
+    measure(list(cases(arguments)), arguments.results, arguments.device)
     known = set(itertools.product(METHODS, PATTERNS))
     entries = {
         case: entry
@@ -185,8 +189,8 @@ def main() -> None:
         f"The model is the demo's, dequantized from 4 bits, in float32. Calibration: windows of {LENGTH} tokens, "
         "drawn by the seed from every second State of the Union speech since 1990; by default, the model writes 96 "
         f"more; without a text, all. {ABOUT} Dense: {dense}. Seconds of pruning: of the slower rank, from the "
-        "loaded model and the windows to the last block on the disk; every rank has one thread. Medians over the "
-        "seeds, and the least and the greatest; factors are of runs with the same seed."
+        "loaded model and the windows to the last block on the disk; every rank has one thread, on "
+        f"{arguments.device}. Medians over the seeds, and the least and the greatest; factors are by seed."
     )
     columns = [
         "method",

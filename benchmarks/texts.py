@@ -70,10 +70,10 @@ def perplexities(model: Any, tokenizer: Any) -> dict[str, float]:
     return by_kind
 
 
-def perplexities_of(directory: Path | str) -> dict[str, float]:
-    """Return those of the model in ``directory``."""
+def perplexities_of(directory: Path | str, device: str = "cpu") -> dict[str, float]:
+    """Return those of the model in ``directory``, run on ``device``."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    return perplexities(model, AutoTokenizer.from_pretrained(directory))
+    return perplexities(model.to(device), AutoTokenizer.from_pretrained(directory))
 
 
 def over_dense(entry: Mapping[str, Mapping[str, float]], kind: str) -> float:
