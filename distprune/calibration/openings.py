@@ -56,12 +56,8 @@ class Texts:
 
     @property
     def num_steps(self) -> int:
-        return self.length - num_common(self.prompts)
-
-
-def num_common(prompts: torch.Tensor) -> int:
-    """Return how many tokens the shortest of ``prompts`` has."""
-    return int((prompts >= 0).all(dim=0).sum())
+        """How many tokens are written behind the shortest prompt."""
+        return self.length - int((self.prompts >= 0).all(dim=0).sum())
 
 
 def texts_of(

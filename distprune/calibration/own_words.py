@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from distprune.calibration.data import check_fit, check_logits, device_of, token_digest
-from distprune.calibration.openings import num_common, texts_of, vocabulary_of
+from distprune.calibration.openings import texts_of, vocabulary_of
 from distprune.calibration.recorded_words import can_record, write_recorded
 from distprune.calibration.sample_group import find_sample_group
 from distprune.calibration.token_ids import TokenIds
@@ -97,8 +97,8 @@ def own_words(
         tokenizer: of transformers. Without it all texts begin with random tokens of the vocabulary.
         prompts: what the first windows continue, (at most ``samples``, at least 1) int64: pieces of a text. Then no
             other window begins with random tokens.
-        beginnings: what documents begin with, each with one of these, whole. By default some begin as code does, others
-            as manuals, letters, stories.
+        beginnings: what documents begin with, each with one of these, whole but for spaces at its end. By default some
+            begin as code does, others as manuals, letters, stories.
         temperature, top_k: tokens are drawn from the ``top_k`` likeliest by the softmax of logits / temperature.
         seed: of the draws, which differ from rank to rank: other numbers of ranks write other texts.
         cache_memory: bytes of keys and values, and logits, on one rank: as many texts are written at a time. By default
@@ -131,7 +131,9 @@ def own_words(
         _check(bare, numbers, temperature, prompts)
         check_runs_on_tokens(bare)
         if beginnings is not None and (tokenizer is None or not beginnings or isinstance(beginnings, str)):
-            raise ValueError(f"{beginnings=} must be texts, one at least, and need a tokenizer")
+            raise ValueError(f"{beginnings=} must be a list of texts, one at least, and needs a tokenizer")
+        if prompts is not None:
+            check_fit(prompts, bare, sequence_length)
         all_texts = texts_of(bare, tokenizer, prompts, beginnings, samples, sequence_length, seed)
         for texts in all_texts:
             check_fit(texts.prompts.clamp(0), bare, sequence_length)
@@ -166,7 +168,7 @@ def own_words(
                 num_at_once = sum(map(len, at_once))
                 batch = at_once[number] if number < len(at_once) else batches[-1][-1:]
                 prompts_here = texts.prompts[batch].to(device)
-                ids = run(generate, prompts_here, texts.length, partial(tell, num_done, num_at_once))
+                ids = run(generate, prompts_here, texts.length, texts.num_steps, partial(tell, num_done, num_at_once))
                 if number < len(at_once) and sample_group.rank == 0:
                     written[batch] = ids.cpu()
                 num_done += num_at_once * texts.num_steps
@@ -206,8 +208,8 @@ def _check(bare: nn.Module, numbers: dict[str, int], temperature: float, prompts
 @contextmanager
 def _generating(
     model: nn.Module, temperature: float, top_k: int, seed: int, *, records: bool
-) -> Iterator[Callable[[torch.Tensor, int, Callable[[int], None]], torch.Tensor]]:
-    """Yield what continues prompts (texts, k) to texts of a length; leave ``model`` as it was.
+) -> Iterator[Callable[[torch.Tensor, int, int, Callable[[int], None]], torch.Tensor]]:
+    """Yield what continues prompts (texts, k) to texts of a length, by so many steps; leave ``model`` as it was.
 
     Nothing of the model's own generation settings acts (penalties, forced tokens, lengths, an end). Local.
     """
@@ -215,10 +217,9 @@ def _generating(
     before, vocabulary = anything.generation_config, vocabulary_of(model)
     generator = torch.Generator(device_of(model)).manual_seed(seed)
 
-    def generate(prompts: torch.Tensor, length: int, tell: Callable[[int], None]) -> torch.Tensor:
+    def generate(prompts: torch.Tensor, length: int, num_steps: int, tell: Callable[[int], None]) -> torch.Tensor:
         nonlocal records
-        given, device = prompts[:, : num_common(prompts)], prompts.device
-        num_steps = length - given.shape[1]
+        given, device = prompts[:, : length - num_steps], prompts.device
         are_numbers = torch.ones((), dtype=torch.bool, device=device)
         noise = torch.empty((len(prompts), min(top_k, vocabulary)), dtype=torch.float32, device=device)
         said = torch.full((len(prompts), 1), -1, dtype=torch.int64, device=device)  # by a longer prompt

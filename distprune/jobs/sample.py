@@ -80,13 +80,14 @@ def run_sample_job(
             tokenizer, how = run.tokenizer, job.asked_of(own_words)
             if job.beginnings is not None:
                 with open_text(Path(job.beginnings), "file of beginnings") as file:
-                    how["beginnings"] = [line.rstrip("\n") for line in file if line.strip()]
+                    how["beginnings"] = [line.strip() for line in file if line.strip()]
         model = run.load()
         with run.stage("write", "writing own words", "tokens") as progress:
             words = own_words(model, job.samples, **how, tokenizer=tokenizer, group=run.comm, progress=progress)
         with together(run.comm):
             if run.comm.rank == 0:
                 about = {"model": name_of_model(run.directory.path), **about_tokenizer(tokenizer), **how}
+                about["beginnings"] = len(how["beginnings"] or ())
                 staging.write_bytes(words_content(words, about))
     memory = peak_memory(run.comm)
     return Sampled(job.model, Path(job.output), len(words), job.sequence_length, run.seconds["write"], memory)

@@ -179,14 +179,39 @@ def test_documents_begin_with_whole_lines(tmp_path: Path, monkeypatch: pytest.Mo
     how: Any = {"tokenizer": tokenizer, "prompts": torch.full((1, 4), 5), "progress": lambda *done: told.append(done)}
     words = own_words(model, 4, 64, **how, beginnings=lines, top_k=1)
     assert told[-1] == (60 + 6 * 31,) * 2
-    texts = words[1:].reshape(6, 32)
-    starts = [tokenizer(line)["input_ids"] for line in lines]
-    assert sorted(next(start for start in starts if text[: len(start)].tolist() == start) for text in texts) == sorted(
-        starts * 2
-    )
+    check_begun(model, words, [tokenizer(line)["input_ids"] for line in lines])
+
+
+def check_begun(model: nn.Module, words: torch.Tensor, starts: list[list[int]]) -> None:
+    """Check that of the six texts in ``words`` behind the first window two begin with each of ``starts``."""
+    texts, numbers = words[1:].reshape(6, 32), list[int]()
     for text in texts:
-        (num_given,) = {len(start) for start in starts if text[: len(start)].tolist() == start}
-        assert torch.equal(text[None], likeliest(model, text[None], num_given))
+        (number,) = [i for i, start in enumerate(starts) if text[: len(start)].tolist() == start]
+        numbers.append(number)
+        assert torch.equal(text[None], likeliest(model, text[None], len(starts[number])))
+    assert sorted(numbers) == [0, 0, 1, 1, 2, 2]
+
+
+def begun_on_rank(_: int, folder: Path, layout: str, lines: list[str]) -> torch.Tensor:
+    model, told = load_model(folder), list[tuple[int, int]]()
+    if layout == "FSDP2":
+        for _name, block in decoder_blocks(model):
+            fully_shard(block)
+    how: Any = {"tokenizer": load_tokenizer(folder), "prompts": torch.full((1, 4), 5), "cache_memory": 1, "top_k": 1}
+    words = own_words(model, 4, 64, **how, beginnings=lines, progress=lambda *done: told.append(done))
+    assert told[-1] == (60 + 6 * 31,) * 2
+    return words
+
+
+@pytest.mark.parametrize("layout", ["copies", "FSDP2"])
+def test_documents_begin_with_whole_lines_over_ranks(pool: ProcessPool, tmp_path: Path, layout: str) -> None:
+    """One text at a time on each rank: their prompts differ in length, and all take as many steps."""
+    make_tokenizer(make_model(tmp_path / "model"))
+    tokenizer: Any = load_tokenizer(tmp_path / "model")
+    lines = ["the", "a model", "s"]
+    one, other = pool.run(2, begun_on_rank, tmp_path / "model", layout, lines)
+    assert torch.equal(one, other)
+    check_begun(load_model(tmp_path / "model"), one, [tokenizer(line)["input_ids"] for line in lines])
 
 
 def test_beginnings_that_a_tokenizer_does_not_know(tmp_path: Path) -> None:
@@ -301,6 +326,7 @@ def test_what_cannot_write_is_refused() -> None:
         ({"temperature": 0.0}, "temperature=0.0"),
         ({"prompts": samples(3, 2)}, r"must be \(at most 2, 1 or more tokens\), not \(3, 2\)"),
         ({"prompts": torch.full((2, 2), VOCABULARY)}, "outside the model's vocabulary"),
+        ({"prompts": torch.tensor([[5, -1], [5, 5]])}, "token id -1 is outside the model's vocabulary"),
     ):
         with pytest.raises(ValueError, match=message):
             own_words(model, **{"samples": 2, "sequence_length": 5} | arguments)
@@ -346,8 +372,8 @@ def test_samples_that_one_rank_alone_has(call: str) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([], r"beginnings=\[\] must be texts, one at least"),
-        ("text", "beginnings='text' must be texts, one at least"),
+        ([], r"beginnings=\[\] must be a list of texts, one at least"),
+        ("text", "beginnings='text' must be a list of texts, one at least"),
         (["a", ""], "the beginning '' has 0 tokens, where a text has 6"),
         (["a model"], "the beginning 'a model' has 7 tokens, where a text has 6"),
     ],
@@ -357,5 +383,5 @@ def test_beginnings_that_are_refused(tmp_path: Path, lines: Any, message: str) -
     model, tokenizer = load_model(tmp_path / "model"), load_tokenizer(tmp_path / "model")
     with pytest.raises(ValueError, match=message):
         own_words(model, 2, 6, tokenizer=tokenizer, beginnings=lines)
-    with pytest.raises(ValueError, match="need a tokenizer"):
+    with pytest.raises(ValueError, match="needs a tokenizer"):
         own_words(model, 2, 6, beginnings=["a"])
