@@ -45,7 +45,7 @@ GRAMMAR: dict[str, Any] = {
     "target_share": None,
     "refit": None,
     "permute": None,
-    "epochs": 2,
+    "epochs": None,
     "include": (),
     "exclude": (),
     "dtype": None,

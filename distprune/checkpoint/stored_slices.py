@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from distprune.checkpoint.disk import sync_file
@@ -109,9 +110,12 @@ def chunks_of(shard: LocalShard) -> Iterator[tuple[torch.Tensor, list[Stretch]]]
 
 def stretches_of(geometry: Geometry, start: int, stop: int) -> list[Stretch]:
     """Return where the elements from local offset ``start`` to ``stop`` lie side by side in the whole. Local."""
-    starts, offsets = geometry.stretches_of(start, stop)
-    edges = (offsets - start).tolist()
-    return [*zip(starts.tolist(), edges, edges[1:], strict=False)]
+    if geometry.flat_start is not None:
+        return [(geometry.flat_start + start, 0, stop - start)]
+    flat = geometry.flat_indices(start, stop)
+    breaks = np.flatnonzero(np.diff(flat) != 1) + 1
+    bounds = [0, *breaks.tolist(), stop - start]
+    return [(int(flat[low]), low, high) for low, high in itertools.pairwise(bounds)]
 
 
 def write_chunk(descriptor: int, entry: TensorEntry, values: torch.Tensor, stretches: list[Stretch]) -> None:

@@ -26,7 +26,7 @@ from distprune.models.find_shards import count_parameters
 from distprune.oneshot.allocation import Allocation, allocate
 from distprune.oneshot.estimate import as_line, estimate
 from distprune.oneshot.prune_blocks import prune_blocks
-from distprune.oneshot.recipe import EPOCHS, BlockRefit, OneShotMethod, Permute, Recipe, Sequential
+from distprune.oneshot.recipe import BlockRefit, OneShotMethod, Permute, Recipe, Sequential
 from distprune.patterns.as_pattern import as_pattern
 
 
@@ -47,7 +47,7 @@ class OneShotJob(PruningJob, CalibratedJob):
         refit: Fit each pruned block as a whole to the dense model's (the default with dense targets), or none.
         permute: channels: for N:M, put them in the order in which most is kept (the default with dense targets); or
             none.
-        epochs: How often all windows are gone through where a block is fitted: more take longer, and are better.
+        epochs: How often all windows are gone through where blocks are fitted (2): more take longer, and are better.
         expert_memory: Of a mixture: memory for the sums of experts that a rank prunes at a time.
     """
 
@@ -56,7 +56,7 @@ class OneShotJob(PruningJob, CalibratedJob):
     allocation: Allocation | None = ask(default=None, panel=METHOD)
     refit: BlockRefit | None = ask(default=None, panel=METHOD)
     permute: Permute | None = ask(default=None, panel=METHOD)
-    epochs: int = ask(default=EPOCHS, least=1, most=MOST, panel=METHOD)
+    epochs: int | None = ask(default=None, least=1, most=MOST, panel=METHOD)
     expert_memory: int = ask(
         default=EXPERT_MEMORY, least=1, parse=parse_bytes, metavar="N[K|M|G|T]", decides=False, panel=RUNNING
     )

@@ -221,10 +221,13 @@ class FileWriter:
         """Yield this rank's pieces of ``file``: of the parameters that are pruned, and of what is copied. Local."""
         comm = self.files.comm
         for entry in file.tensors:
+            parts = self.stored.parts[entry.name]
+            if all(parameter is None for _, parameter in parts):  # whole, however the model splits it
+                parts = [(Region.whole(entry.name, entry.name, entry.shape), None)]
             shape = entry.shape or (1,)
             grain = (1,) * len(shape)
             share = share_of(shape, grain, comm.rank, comm.size)
-            for region, parameter in self.stored.parts[entry.name]:
+            for region, parameter in parts:
                 if parameter is None:
                     pieces = pieces_of(within(share, region.stored_bounds or ((0, 1),)), grain, _COPY_NUMEL)
                 else:

@@ -80,9 +80,9 @@ def pieces_of(geometry: Geometry, whole: Piece, begin: int = 0) -> list[Piece]:
 @lru_cache(maxsize=1 << 12)
 def _parts(geometry: Geometry) -> list[tuple[slice, int, int, int]]:
     """Return local offsets whose flat indices are of one kind: the first, how many follow it, and how far apart."""
-    starts, offsets = geometry.stretches
-    lengths = np.diff(offsets)
-    if len(starts) > 1 and len(set(np.diff(starts).tolist())) == 1 and len(set(lengths.tolist())) == 1:
+    starts, offsets = geometry.stretches()
+    lengths, apart = np.diff(offsets), np.diff(starts)
+    if len(starts) > 1 and (apart == apart[0]).all() and (lengths == lengths[0]).all():
         return [(slice(0, geometry.local_numel), int(starts[0]), int(lengths[0]), int(starts[1] - starts[0]))]
     rows = zip(starts.tolist(), offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
     return [(slice(begin, end), flat, _CONTIGUOUS, 0) for flat, begin, end in rows]
@@ -118,16 +118,17 @@ def tables_of(pieces: Sequence[Piece], block: int, *, row: int = 1, programs: in
     """
     by_kind, block = defaultdict[Any, list[tuple[int, ...]]](list), max(block, row) // row * row
     for piece in pieces:
-        columns, tiles = piece.row(), kernels("tiles")
+        columns = piece.row()
         if columns[_NUMEL]:
             is_aligned = (columns[0] | columns[1] | columns[2] | columns[3] | columns[_NUMEL] | block) % 16 == 0
-            given = piece.values, piece.values if piece.other is None else piece.other
-            dtypes = [getattr(tiles.tl, _NAMES[tensor.dtype]) for tensor in given]
-            by_kind[tiles.Kind(*dtypes, is_aligned, piece.run == _CONTIGUOUS)].append(columns)
+            dtypes = piece.values.dtype, (piece.values if piece.other is None else piece.other).dtype
+            by_kind[*dtypes, is_aligned, piece.run == _CONTIGUOUS].append(columns)
     if not by_kind:
         return []
-    device = pieces[0].values.device
-    tables = [_table(kind, rows, block, programs or num_programs(device)) for kind, rows in by_kind.items()]
+    device, tiles, tables = pieces[0].values.device, kernels("tiles"), []
+    for (dtype, other, *told), rows in by_kind.items():
+        kind = tiles.Kind(*[getattr(tiles.tl, _NAMES[one]) for one in (dtype, other)], *told)
+        tables.append(_table(kind, rows, block, programs or num_programs(device)))
     words = np.concatenate([table.words for table in tables])
     on_device = sent(torch.tensor(words, dtype=torch.int64, device="cpu"), device)
     for table, part in zip(tables, torch.split(on_device, [len(table.words) for table in tables]), strict=True):

@@ -34,9 +34,9 @@ class Found:
     """``shards``: this rank's parts of the parameters to prune, in the model's order.
 
     ``patterns``: the name patterns of ``include``, then of ``exclude``, each with the number of parameters that it
-    matched on this rank. ``by_default``: ``include`` was empty. The default follows from the whole model: if any rank
-    of the group has decoder blocks (``has_blocks``), ranks without (pipeline stages of an embedding, or of a norm and
-    the head) prune nothing. The caller applies that. ``num_parameters``: how many elements all parameters of this
+    matched on this rank. If any rank of the group has decoder blocks (``has_blocks``), those that lack them
+    (``lacks_blocks``: ``include`` was empty, and this is a pipeline stage of an embedding, or of a norm and the head)
+    prune nothing by default. The caller applies that. ``num_parameters``: how many elements all parameters of this
     rank's model have, those included that other ranks hold; tied ones count once. ``names``: of all parameters, each
     with the name that it has here. ``left_out``: those of two dims or more, where weights are looked for, that are none
     (see above), with why.

@@ -26,6 +26,7 @@ from distprune.oneshot.block_layers import naming, unreached
 from distprune.oneshot.channel_order import permute_block
 from distprune.oneshot.driver import Clock
 from distprune.oneshot.plan import WalkPlan
+from distprune.oneshot.recipe import EPOCHS
 from distprune.oneshot.report import BlockReport, LayerReport, Meter, OneShotReport, clock
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows, whole_rows
@@ -173,7 +174,7 @@ class _BlockWalk:
         if self.recipe.refit == "block":
             with clock(self.seconds, "fit"):
                 matrices = {linear.parameter_path for linear in self.everything.values()} - self.dense.keys()
-                how = self.recipe.seed or 0, self.recipe.epochs, self.advances
+                how = self.recipe.seed or 0, self.recipe.epochs or EPOCHS, self.advances
                 fit = fit_block(self.comm, self.walk, self.index, matrices, *how)
         elif self.advances:
             with clock(self.seconds, "forward"):

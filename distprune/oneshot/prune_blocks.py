@@ -20,7 +20,7 @@ from distprune.oneshot.block import Finished, OnBlock, run_blocks
 from distprune.oneshot.driver import prune_rows
 from distprune.oneshot.estimate import estimate, explaining_memory
 from distprune.oneshot.plan import make_plan
-from distprune.oneshot.recipe import EPOCHS, BlockRefit, OneShotMethod, Permute, Recipe, Sequential, TargetsOf
+from distprune.oneshot.recipe import BlockRefit, OneShotMethod, Permute, Recipe, Sequential, TargetsOf
 from distprune.oneshot.report import Meter, OneShotReport
 from distprune.oneshot.solver import Scored, Solver
 from distprune.patterns.base import Pattern
@@ -46,7 +46,7 @@ def prune_blocks(
     target_share: float | None = None,
     refit: BlockRefit | None = None,
     permute: Permute | None = None,
-    epochs: int = EPOCHS,
+    epochs: int | None = None,
     group: Group = None,
     offload: bool = False,
     batch_tokens: int | None = None,
@@ -74,7 +74,7 @@ def prune_blocks(
         target_share: how much of the way to dense targets; half by default.
         refit: ``"block"``, with dense targets: blocks are then fitted as a whole; or ``"none"``.
         permute: ``"channels"``, for N:M with dense targets: these move first; or ``"none"``.
-        epochs: how often all samples are gone through where a block is fitted.
+        epochs: how often all samples are gone through where blocks are fitted: twice by default.
         group: ranks that take part.
         offload: keep activations on the CPU between blocks.
         batch_tokens: samples of so many tokens run together; by default 8,192 to 65,536, or fewer on the CPU.

@@ -27,7 +27,7 @@ TargetsOf = Literal["own", "dense"]
 BlockRefit = Literal["block", "none"]
 Permute = Literal["channels", "none"]
 
-EPOCHS = 2  # a step takes as long as a forward and a backward pass; more come nearer to the dense model
+EPOCHS = 2  # each takes three forwards of a block; more come nearer to the dense model
 _TARGET_SHARE = 0.5  # of the way to dense targets
 _Choice = TypeVar("_Choice", bound=str)
 
@@ -45,7 +45,7 @@ class Recipe:
     target_share: float | None = None
     refit: BlockRefit | None = None
     permute: Permute | None = None
-    epochs: int = EPOCHS
+    epochs: int | None = None
 
     def resolved(self) -> Recipe:
         """Return the recipe with every choice made and checked: its ``pattern`` is a :class:`Pattern`. Local.
@@ -66,8 +66,8 @@ class Recipe:
         permute = self.permute or ("channels" if isinstance(pattern, NByM) and targets == "dense" else "none")
         if chosen("refit", refit, BlockRefit) == "block":
             check_can_fit(targets)
-        if isinstance(self.epochs, bool) or not isinstance(self.epochs, int) or self.epochs < 1:
-            raise ValueError(f"epochs={self.epochs!r} must be an int, 1 or more")
+        if self.epochs is not None and (refit != "block" or type(self.epochs) is not int or self.epochs < 1):
+            raise ValueError(f"epochs={self.epochs!r}: passes over all samples, 1 or more, where refit='block'")
         if chosen("permute", permute, Permute) == "channels":
             if not isinstance(pattern, NByM):
                 raise ValueError(

@@ -8,10 +8,10 @@ is the home of an equal range. An *item* is an element, or what a rank holds of 
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -64,13 +64,13 @@ class CutBands:
 
         ``num_bytes``: by member, what all ranks send. Members that no rank holds together may share a batch.
         """
-        ends, batches = Counter[int](), defaultdict[int, list[int]](list)  # by rank
+        ends = np.zeros(1 + max([ranks[-1] for ranks in roster.holders], default=0), dtype=np.int64)  # by rank
+        batches, array_of = defaultdict[int, list[int]](list), cache(np.array)  # members share their holders
         for member, num in enumerate(num_bytes):
             if num:
-                holders = roster.holders[member]
-                end = max([ends[rank] for rank in holders]) + -(-num // len(holders))
+                holders = array_of(roster.holders[member])
+                ends[holders] = end = max(ends[holders].tolist()) + -(-num // len(holders))
                 batches[(end - 1) // _BATCH].append(member)
-                ends |= Counter(dict.fromkeys(holders, end))
         return [*batches.values()]
 
     def bring(self, members: Sequence[int], part_of: Callable[[int], CutPart | None]) -> None:

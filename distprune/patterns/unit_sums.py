@@ -246,11 +246,12 @@ def choice_of_units(
 
     def decide(scores: LocalScores, out: torch.Tensor) -> torch.Tensor:
         units = units_of(scores)
-        at = np.searchsorted(numbers, units.numbers + competing.firsts[competing.ranked.index[scores.shard.name]])
-        first, end = (int(at[0]), int(at[-1]) + 1) if len(at) else (0, 0)
+        own, before = units.numbers, competing.firsts[competing.ranked.index[scores.shard.name]]
+        first, end = np.searchsorted(numbers, own[[0, -1]] + (before, before + 1)).tolist() if len(own) else (0, 0)
         own_stays = stays_on(out.device)[first:end]
-        if end - first > len(at):
-            own_stays = own_stays[sent(torch.from_numpy(at - first), out.device)]
+        if end - first > len(own):  # there are others in between
+            at = np.searchsorted(numbers[first:end], own + before)
+            own_stays = own_stays[sent(torch.from_numpy(at), out.device)]
         counts = torch.zeros(3, dtype=torch.int64, device=out.device)
         for piece in units.pieces(out.device):
             piece.spread(own_stays[piece.where], out[piece.at])

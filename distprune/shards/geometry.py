@@ -9,6 +9,7 @@ reduced to these first.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import torch
 from typing_extensions import override
 
 from distprune.formatting import one_line
-from distprune.shards.device import on_host, sent
+from distprune.shards.device import sent
 
 Runs = tuple[tuple[int, int], ...]
 IntArray = npt.NDArray[np.int64]
@@ -148,8 +149,25 @@ class Geometry:
         return math.prod(self.global_shape)
 
     @cached_property
+    def _strides(self) -> tuple[int, ...]:
+        """Row-major strides of the whole parameter, in elements."""
+        return tuple(math.prod(self.global_shape[dim + 1 :]) for dim in range(len(self.global_shape)))
+
+    @cached_property
+    def flat_start(self) -> int | None:
+        """The flat index of the first local element if the local elements are contiguous, else ``None``."""
+        start = 0
+        for dim, runs in enumerate(self.dim_runs[: len(self.global_shape)]):
+            if len(runs) != 1:
+                return None
+            # Contiguous: one index along the leading dims, then one run, then whole dims.
+            if self.local_shape[dim] != self.global_shape[dim] and math.prod(self.local_shape[:dim]) != 1:
+                return None
+            start += runs[0][0] * self._strides[dim]
+        return start
+
     def stretches(self) -> tuple[IntArray, IntArray]:
-        """Local elements that follow each other in the whole: the flat indices of the first ones, and their offsets.
+        """Return local elements that follow each other in the whole: flat indices of the first ones, and their offsets.
 
         There is one offset more, where the last of these stretches ends.
         """
@@ -167,60 +185,63 @@ class Geometry:
             stride *= size
         return starts, np.append(0, np.cumsum(lengths))
 
-    @property
-    def flat_start(self) -> int | None:
-        """The flat index of the first local element if the local elements are contiguous, else ``None``."""
-        starts, _ = self.stretches
-        return int(starts[0]) if len(starts) == 1 else None
-
     def fingerprint(self) -> int:
         """Return the sum of r**i over the flat indices i held, modulo a prime below 2**47.
 
         The sum over ranks is that of the whole parameter if every element is held once, and else, but for one chance
         in thousands, it is not. 65,536 fingerprints fit into an int64 sum.
         """
-        total, stride = int(self.local_numel > 0), 1
-        for runs, size in zip(reversed(self.dim_runs), reversed(self.global_shape), strict=True) if total else ():
-            base, stride = pow(_ROOT, stride, Geometry.PRIME), stride * size
+        total = int(self.local_numel > 0)
+        for dim, runs in enumerate(self.dim_runs if total else ()):
+            base = pow(_ROOT, self._strides[dim] if self.global_shape else 1, Geometry.PRIME)
             held = sum(pow(base, stop, Geometry.PRIME) - pow(base, start, Geometry.PRIME) for start, stop in runs)
             total = total * held * pow(base - 1, -1, Geometry.PRIME) % Geometry.PRIME
         return total
-
-    def stretches_of(self, start: int, stop: int) -> tuple[IntArray, IntArray]:
-        """Return the stretches of the local elements ``start`` to ``stop``, as :attr:`stretches` of all."""
-        starts, offsets = self.stretches
-        first, last = np.searchsorted(offsets, start, "right") - 1, np.searchsorted(offsets, stop)
-        edges = offsets[first : last + 1].clip(start, stop)
-        return starts[first:last] + edges[:-1] - offsets[first:last], edges
 
     def flat_indices(
         self, start: int, stop: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.int64
     ) -> torch.Tensor:
         """Return the flat indices of the local elements ``start`` to ``stop`` (row-major local order): new."""
-        if self.flat_start is not None:
-            return torch.arange(self.flat_start + start, self.flat_start + stop, dtype=dtype, device=device)
-        if not on_host(torch.device(device)):
-            return self.flat_indices_at(torch.arange(start, stop, device=device)).to(dtype)
-        starts, edges = self.stretches_of(start, stop)
-        flat = np.repeat((starts - edges[:-1]).astype(f"i{dtype.itemsize}"), np.diff(edges))
-        flat += np.arange(start, stop, dtype=flat.dtype)
-        return torch.from_numpy(flat)
+        if self.flat_start is not None or stop <= start:
+            first = (self.flat_start or 0) + start
+            return torch.arange(first, first + max(stop - start, 0), dtype=dtype, device=device)
+        row_size = self.local_shape[-1]
+        first_row, end_row = start // row_size, -(-stop // row_size)
+        rows = self._row_starts(torch.arange(first_row, end_row, device=device))
+        columns = _global_index(self.dim_runs[-1], torch.arange(row_size, device=device))
+        flat = (rows[:, None] + columns).view(-1)[start - first_row * row_size : stop - first_row * row_size]
+        return flat.to(dtype)
 
     def flat_indices_at(self, offsets: torch.Tensor) -> torch.Tensor:
         """Return the flat indices of the local elements at ``offsets`` (int64, any order), on their device."""
+        if self.local_numel == 0:
+            return offsets
         if self.flat_start is not None:
             return offsets + self.flat_start
-        firsts, shifts, length = _table(self, offsets.device)
-        number = offsets // length if length else torch.searchsorted(firsts, offsets, right=True) - 1
-        return offsets + shifts[number]
+        row_size = self.local_shape[-1]
+        return self._row_starts(offsets // row_size) + _global_index(self.dim_runs[-1], offsets % row_size)
+
+    def _row_starts(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the flat index at which each local row (all dims but the last, flattened) begins."""
+        starts = torch.zeros_like(rows)
+        for dim in range(len(self.global_shape) - 2, -1, -1):
+            size = self.local_shape[dim]
+            starts += _global_index(self.dim_runs[dim], rows % size) * self._strides[dim]
+            rows = rows // size
+        return starts
 
     def num_before(self, flat: int) -> int:
         """Return how many local elements have a flat index below ``flat``. Runs must ascend."""
         if not 0 < flat < self.global_numel:
             return self.local_numel if flat > 0 else 0
-        starts, offsets = self.stretches
-        num = int(np.searchsorted(starts, flat))  # of stretches
-        return int(min(offsets[num - 1] + flat - starts[num - 1], offsets[num])) if num else 0
+        num = 0
+        for dim, runs in enumerate(self.dim_runs):
+            index = flat // self._strides[dim] % self.global_shape[dim]
+            below = sum(min(max(index - start, 0), stop - start) for start, stop in runs)
+            num += below * math.prod(self.local_shape[dim + 1 :])
+            if not any(start <= index < stop for start, stop in runs):
+                break
+        return num
 
 
 @lru_cache(maxsize=1 << 12)
@@ -229,10 +250,18 @@ def _whole(shape: tuple[int, ...]) -> Geometry:
     return Geometry(shape, tuple(((0, size),) if size else () for size in shape))
 
 
+def _global_index(runs: Runs, local: torch.Tensor) -> torch.Tensor:
+    """Return the global index along a dim of every local one."""
+    if len(runs) == 1:
+        return local + runs[0][0]
+    firsts, shifts = _table(runs, local.device)
+    return local + shifts[torch.searchsorted(firsts, local, right=True) - 1]
+
+
 @lru_cache(maxsize=256)
-def _table(geometry: Geometry, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return at which offset each stretch begins, how far from its flat indices, and the length of all, or 0."""
-    starts, offsets = geometry.stretches
-    lengths = {*np.diff(offsets).tolist()}
-    firsts, shifts = torch.from_numpy(offsets[:-1]), torch.from_numpy(starts - offsets[:-1])
-    return sent(firsts, device), sent(shifts, device), lengths.pop() if len(lengths) == 1 else 0
+def _table(runs: Runs, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first local index of each of ``runs`` and how far it is from its global one; made once a device."""
+    firsts = list(itertools.accumulate((high - low for low, high in runs), initial=0))[:-1]
+    shifts = [low - first for (low, _), first in zip(runs, firsts, strict=True)]
+    on_cpu = [torch.tensor(values, dtype=torch.int64, device="cpu") for values in (firsts, shifts)]
+    return sent(on_cpu[0], device), sent(on_cpu[1], device)
