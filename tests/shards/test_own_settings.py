@@ -40,6 +40,8 @@ def older() -> str:
 @pytest.fixture(autouse=True)
 def _as_torch_begins() -> Iterator[None]:
     before = settings(), BACKENDS.fp32_precision
+    for product in (BACKENDS.cuda.matmul, BACKENDS.mkldnn.matmul):
+        product.fp32_precision = "none"  # tests before may have left another
     yield
     torch.set_float32_matmul_precision("highest")
     torch.set_default_dtype(torch.float32)
