@@ -12,12 +12,12 @@ PACKAGE = Path(__file__).parent.parent / "distprune"
 # By folder, "." the files beside them: the most lines of code that it may have, and the goal.
 LINES = {
     ".": (406, 320),
-    "calibration": (1974, 1350),
+    "calibration": (1973, 1350),
     "checkpoint": (1489, 1180),
     "cli": (583, 410),
     "collectives": (668, 640),
     "jobs": (2015, 1280),
-    "kernels": (851, 800),
+    "kernels": (849, 800),
     "masks": (487, 470),
     "models": (880, 690),
     "oneshot": (1904, 1440),

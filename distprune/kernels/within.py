@@ -41,8 +41,6 @@ class Within:
             width = min(1 << (first - 1).bit_length(), widest)
             self._tables = tables_of(pieces, first, row=first)
             self._constants = {"IS_ONE": first <= width, "WIDTH": width, "num_warps": max(width // 256, 1)}
-            for table in self._tables:
-                table.kind = table.kind._replace(aligned=table.kind.aligned and first % 16 == 0)
 
     def count_nans(self) -> None:
         """Count what is NaN of each tensor."""
