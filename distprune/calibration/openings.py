@@ -77,8 +77,10 @@ def texts_of(
     tokens too long for it.
 
     Raises:
-        ValueError: a line is empty, or fills a whole text.
+        ValueError: ``lines`` are none, or stand there without a tokenizer; a line is empty, or fills a whole text.
     """
+    if lines is not None and (tokenizer is None or not lines or isinstance(lines, str)):
+        raise ValueError(f"beginnings={lines!r} must be a list of texts, one at least, and needs a tokenizer")
     num_given = 0 if prompts is None else len(prompts)
     texts = [] if prompts is None else [Texts(prompts.cpu(), length, list(range(num_given)))]
     opening, begun = chat_opening(tokenizer), [] if tokenizer is None else beginnings(tokenizer, lines)

@@ -130,8 +130,6 @@ def own_words(
         numbers["cache_memory"] = room = max(_CACHE_MEMORY, of_device // 8) if cache_memory is None else cache_memory
         _check(bare, numbers, temperature, prompts)
         check_runs_on_tokens(bare)
-        if beginnings is not None and (tokenizer is None or not beginnings or isinstance(beginnings, str)):
-            raise ValueError(f"{beginnings=} must be a list of texts, one at least, and needs a tokenizer")
         if prompts is not None:
             check_fit(prompts, bare, sequence_length)
         all_texts = texts_of(bare, tokenizer, prompts, beginnings, samples, sequence_length, seed)
