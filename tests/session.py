@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from distprune.kernels import available
-from tests.hf_models import make_model
+from tests.cli.command import Command, command_of
+from tests.hf_models import TEXT, make_model, make_tokenizer
 from tests.worlds import NOBODYS_SEED, ProcessPool, process_pool
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -63,6 +64,27 @@ def pool() -> Iterator[ProcessPool]:
 def split_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama in several weight files, into which nobody writes."""
     return make_model(tmp_path_factory.mktemp("models") / "llama", max_shard_size="9KB")
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a tokenizer of single characters, into which nobody writes."""
+    folder = make_model(tmp_path_factory.mktemp("llama") / "model")
+    make_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs the console script within this process."""
+    return command_of(monkeypatch, capsys)
 
 
 @pytest.fixture(scope="session")

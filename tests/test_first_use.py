@@ -48,7 +48,7 @@ from distprune.oneshot.report import BlockReport, LayerReport, OneShotReport
 from distprune.version import __version__
 from tests.architectures import samples, tiny_model
 from tests.hf_models import make_model
-from tests.worlds import drawing, run_threads
+from tests.worlds import all_raise, drawing, run_threads
 
 
 def test_version() -> None:
@@ -187,9 +187,12 @@ def test_what_is_no_model_is_met_with_the_way_to_go(call: str) -> None:
             NO_MODEL[call](thing)
     layer = nn.Linear(2, 2)
     for first in (layer, "model") if call in ("prune_model", "compute_masks", "Masks.of", "hold_zeros") else ("model",):
-        for error in run_threads(2, lambda rank, first=first: NO_MODEL[call]("model" if rank else first), catch=True):
-            assert isinstance(error, TypeError)
-            assert "model takes a torch.nn.Module, not a str 'model'" in str(error)
+        all_raise(
+            2,
+            lambda rank, first=first: NO_MODEL[call]("model" if rank else first),
+            kind=TypeError,
+            match="model takes a torch.nn.Module, not a str 'model'",
+        )
 
 
 @pytest.mark.parametrize(

@@ -19,15 +19,16 @@ import distprune as prune
 from distprune import Block, NByM, Unstructured
 from distprune.jobs import FinetuneJob, OneShotJob, StreamedJob, run_finetune_job, run_one_shot_job, run_streamed_job
 from distprune.removal.choose_units import choose_units
+from distprune.removal.rebuild import remove_units
 from tests.architectures import samples, tiny_model
 from tests.removal.test_choose_units import make
 from tests.training.exact import Exact
 from tests.training.optimizers import INCLUDE
-from tests.worlds import run_threads
+from tests.worlds import all_raise, run_threads
 from tests.wrapped import transformer
 
 TOKENS = samples(4)
-BLOCKS = {"samples": TOKENS, "method": "wanda", "pattern": Unstructured(0.5)}
+BLOCKS: dict[str, Any] = {"samples": TOKENS, "method": "wanda", "pattern": Unstructured(0.5)}
 
 
 @contextmanager
@@ -36,12 +37,21 @@ def unchanged(model: nn.Module) -> Iterator[nn.Module]:
     try:
         yield model
     finally:
-        assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.detach(), before[name], rtol=0, atol=0, equal_nan=True)
 
 
 def blocks(**arguments: Any) -> None:
     with unchanged(tiny_model("llama")) as model:
         prune.prune_blocks(model, **{**BLOCKS, **arguments})
+
+
+def nan_blocks(name: str) -> None:
+    """Of a model in which one value of a parameter is NaN."""
+    model = tiny_model("llama")
+    model.get_parameter(name).detach().view(-1)[3] = torch.nan
+    with unchanged(model):
+        prune.prune_blocks(model, **BLOCKS)
 
 
 def shares(**arguments: Any) -> None:
@@ -57,6 +67,11 @@ def shrink(**arguments: Any) -> None:
 def units(architecture: str, keep: Any, **how: Any) -> None:
     with unchanged(make(architecture)) as model:
         choose_units(model, TOKENS, keep, **how)
+
+
+def cut(kept: torch.Tensor) -> None:
+    with unchanged(tiny_model("llama")) as model:
+        remove_units(model, {(f"model.layers.{i}", "mlp", "mlp"): kept for i in range(3)})
 
 
 def trained(call: Callable[[nn.Module], object]) -> None:
@@ -136,6 +151,16 @@ REFUSED: list[Row] = [
     (partial(blocks, samples=["text"]), TypeError, "samples are text: 'text'; distprune.calibration_windows"),
     (partial(blocks, samples=TOKENS.float()), TypeError, "samples must be a tensor of int64 token ids"),
     (partial(blocks, samples=TOKENS + 100), ValueError, "outside the model's vocabulary of 97"),
+    (
+        partial(nan_blocks, "model.layers.0.input_layernorm.weight"),
+        ValueError,
+        "block 'model.layers.0': NaN or Inf in the inputs of 'self_attn.q_proj'",
+    ),
+    (
+        partial(nan_blocks, "model.layers.2.mlp.up_proj.weight"),
+        ValueError,
+        "values are NaN in 'model.layers.2.mlp.up_proj.weight'",
+    ),
     # allocation
     (partial(shares, sparsity=1), TypeError, "must be a share"),
     (partial(shares, sparsity={"a": 0.5}), TypeError, "must be a share"),
@@ -233,6 +258,26 @@ def wrong(num_ranks: int) -> list[str]:
             if not isinstance(raised, error) or not re.search(words, str(raised)):
                 found.append(f"{words}: {raised!r}")
     return found
+
+
+# What the rank with this number asks for, and how the difference is named.
+DISAGREEMENTS: list[tuple[Callable[[int], object], str]] = [
+    (lambda rank: blocks(pattern=Unstructured(0.5 + rank / 10)), "pattern: "),
+    (lambda rank: blocks(samples=TOKENS[: 3 + rank]), "samples: "),
+    (lambda rank: blocks(samples="self" if rank else TOKENS), "called with different arguments"),
+    (lambda rank: shares(sparsity=0.6 + rank / 10), "called with different arguments"),
+    (lambda rank: shares(samples="self" if rank else TOKENS), "called with different arguments"),
+    (lambda rank: shrink(mlp=0.5 + rank / 10), "called with different arguments"),
+    (lambda rank: units("llama", {"mlp": 30 + rank}), "called with different arguments"),
+    (lambda rank: prune.own_words(tiny_model("llama"), 2, 5, seed=rank), "different arguments: asked"),
+    (lambda rank: cut(torch.arange(21)[rank:]), "called with different arguments: kept"),
+    (lambda rank: straight(decay=0.25 + rank), "decay: "),
+]
+
+
+def test_ranks_that_disagree() -> None:
+    for call, words in DISAGREEMENTS:
+        all_raise(2, call, kind=ValueError, match=words)
 
 
 def test_alone() -> None:

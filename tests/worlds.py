@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
+import re
 import tempfile
 import threading
 import traceback
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-__all__ = ["CONTEXT", "ProcessPool", "RankError", "drawing", "run_threads"]
+__all__ = ["CONTEXT", "ProcessPool", "RankError", "all_raise", "drawing", "run_threads"]
 
 # New processes are forks of one that has everything imported and nothing running yet.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -107,6 +108,17 @@ def run_threads(
     return [error if error is not None else result for error, result in zip(errors, results, strict=True)]
 
 
+def all_raise(
+    world_size: int, fn: Callable[..., Any], *args: Any, match: str, kind: type[Exception] = Exception
+) -> list[Any]:
+    """Check that every rank raises an error of ``kind`` whose words ``match``, and return the errors by rank."""
+    errors = run_threads(world_size, fn, *args, catch=True)
+    for rank, error in enumerate(errors):
+        assert isinstance(error, kind), f"rank {rank} ended with {error!r}"
+        assert re.search(match, str(error)), error
+    return errors
+
+
 def _reduce(group: Any, tensors: list[torch.Tensor], options: Any) -> Any:
     summed = [tensor.clone() for tensor in tensors]
     work = group.allreduce(summed)
@@ -152,6 +164,11 @@ class ProcessPool:
             if not ok:
                 raise RankError(rank, value, text)
         return [value for _, value, _ in answers]
+
+    def all_say(self, world_size: int, fn: Callable[..., str], *args: Any, match: str) -> None:
+        """Check that the text that every rank returns matches."""
+        for said in self.run(world_size, fn, *args):
+            assert re.search(match, said), said
 
     def close(self) -> None:
         for process in self._processes:

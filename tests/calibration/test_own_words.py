@@ -23,7 +23,7 @@ from distprune.models.decoder_blocks import decoder_blocks
 from tests.architectures import ONE_SHOT_ARCHITECTURES, VOCABULARY, samples, tiny_model
 from tests.hf_models import make_model, make_tokenizer
 from tests.oneshot.test_tensor_parallel import parallelized
-from tests.worlds import ProcessPool, run_threads
+from tests.worlds import ProcessPool, all_raise
 
 OTHERS = {  # states instead of keys and values; a window of attention
     "mamba": {"hidden_size": 24, "num_hidden_layers": 2, "state_size": 8},
@@ -287,8 +287,7 @@ def failing_on_rank(rank: int, where: str) -> torch.Tensor:
     ],
 )
 def test_what_one_rank_raises_all_raise(where: str, message: str) -> None:
-    for error in run_threads(2, failing_on_rank, where, catch=True):
-        assert message in str(error)
+    all_raise(2, failing_on_rank, where, match=message)
 
 
 def failing_while_gathered(rank: int) -> str:
@@ -355,18 +354,6 @@ def test_samples_that_the_model_writes(call: str) -> None:
     assert call != "allocate" or found[0] == found[1]
     with pytest.raises(ValueError, match=r"samples='text\.txt' is neither token ids nor 'self'; .*calibration_windows"):
         CALLS[call](models[0], "text.txt")
-
-
-def called_on_rank(rank: int, call: str) -> None:
-    CALLS[call](tiny_model("llama"), "self" if rank == 0 else samples(2, 4))
-
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.sampled(1)
-def test_samples_that_one_rank_alone_has(call: str) -> None:
-    for error in run_threads(2, called_on_rank, call, catch=True):
-        assert isinstance(error, ValueError)
-        assert "called with different arguments" in str(error)
 
 
 @pytest.mark.parametrize(

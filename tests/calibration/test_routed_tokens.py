@@ -11,18 +11,16 @@ import torch
 
 from distprune.calibration.moments import Moments
 from distprune.calibration.order import learn_order
-from distprune.calibration.shared_inputs import SharedInput, send_tokens
 from distprune.calibration.statistics import InputStatistics
 from distprune.calibration.targets import Targets
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Alone, communicator
-from distprune.collectives.guarded import guarding
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.linear_layers import linear_layers
 from tests.architectures import tiny_model
 from tests.calibration.test_statistics import walk_of_model
 from tests.oneshot.alike import sharded
-from tests.worlds import drawing, run_threads
+from tests.worlds import all_raise, drawing, run_threads
 
 NUM_EXPERTS, WIDTH = 16, 16
 SIZE = 8 * WIDTH**2 * 2  # bytes of the sums of one input with targets: each expert has two, of equal width
@@ -84,22 +82,6 @@ def test_the_same_in_any_waves(num_ranks: int, at_once: int) -> None:
     assert seen == wanted.keys()
 
 
-def test_tokens_go_to_the_owners_of_their_inputs() -> None:
-    def on_rank(rank: int) -> int:
-        comm = communicator()
-        kept = [[torch.full((2, 4), float(rank))] for _ in range(3)] + [[]]
-        with guarding(comm) as ranks:
-            inputs = [SharedInput((str(owner),), 4, 0, owner) for owner in (0, 1, 1, 1)]
-            arrived = send_tokens(ranks, inputs, kept, [4] * 4, torch.device("cpu"))
-        for number, (shared, parts) in enumerate(zip(inputs, arrived, strict=True)):
-            wanted = [0.0, 8.0] if shared.owner == rank and number < 3 else []
-            assert [float(x.sum()) for x in parts if len(x)] == wanted
-        assert not any(kept)
-        return comm.traffic.num_bytes
-
-    assert max(run_threads(2, on_rank)) < 700
-
-
 def with_nan(rank: int) -> None:
     with drawing(0):
         model = mixture()
@@ -109,6 +91,4 @@ def with_nan(rank: int) -> None:
 
 
 def test_nan_is_raised_on_all() -> None:
-    for error in run_threads(2, with_nan, catch=True):
-        assert isinstance(error, ValueError)
-        assert "NaN or Inf in the inputs of 'mlp.experts.down_proj." in str(error)
+    all_raise(2, with_nan, kind=ValueError, match="NaN or Inf in the inputs of 'mlp.experts.down_proj.")

@@ -27,7 +27,7 @@ from distprune.oneshot.prune_blocks import prune_blocks
 from distprune.removal.layers import order_layers
 from tests.architectures import samples, tiny_model
 from tests.calibration.test_statistics import walk_of
-from tests.worlds import ProcessPool, RankError, drawing, run_threads
+from tests.worlds import ProcessPool, all_raise, drawing, run_threads
 
 
 def two_layers() -> nn.Module:
@@ -83,9 +83,7 @@ def disagree(rank: int, said: list[list[int] | None]) -> None:
 )
 def test_ranks_that_disagree(said: list[list[int] | None], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distprune.calibration.sample_group.shared_axis", lambda axis: axis)
-    for error in run_threads(3, disagree, said, catch=True):
-        with pytest.raises(ValueError, match=message):
-            raise error
+    all_raise(3, disagree, said, kind=ValueError, match=message)
 
 
 def gather_on_rank(rank: int, dtype: torch.dtype) -> None:
@@ -159,9 +157,7 @@ def wrong_inputs_on_rank(_: int, how: str) -> None:
     ("how", "message"), [("width", r"Tensor \(4, 3\) where 8"), ("tokens", r"\(Shard\(dim=0\),\)")]
 )
 def test_inputs_cut_otherwise(how: str, message: str) -> None:
-    for error in run_threads(2, wrong_inputs_on_rank, how, catch=True):
-        with pytest.raises(NotImplementedError, match=message):
-            raise error
+    all_raise(2, wrong_inputs_on_rank, how, kind=NotImplementedError, match=message)
 
 
 def prune(model: nn.Module) -> None:
@@ -226,16 +222,6 @@ REFUSED = [
 ]
 
 
-def raised_on(rank: int, fn: Any) -> str:
-    try:
-        fn(rank)
-    except NotImplementedError as error:
-        return str(error)
-    return "nothing"
-
-
 @pytest.mark.parametrize(("fn", "world_size", "message"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
-def test_refused_on_every_rank(pool: ProcessPool, fn: Any, world_size: int, message: str) -> None:
-    for text in pool.run(world_size, raised_on, fn):
-        with pytest.raises(RankError, match=message):
-            raise RankError(0, None, text)
+def test_refused_on_every_rank(fn: Callable[[int], object], world_size: int, message: str) -> None:
+    all_raise(world_size, fn, kind=NotImplementedError, match=message)

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from typing_extensions import override
 
@@ -22,17 +20,13 @@ from distprune.calibration.statistics import InputStatistics, product
 from distprune.calibration.walk import Batch, Call, Walk, spread
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Alone, communicator
-from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.linear_layers import linear_layers
-from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
+from tests.architectures import samples, tiny_model
 from tests.device_path import as_on_a_device
-from tests.oneshot_oracle import linears, listening
-from tests.sampling import pairs_first
-from tests.worlds import ProcessPool, drawing, run_threads
+from tests.worlds import drawing, run_threads
 
 TOKENS = samples(5)
 KINDS: tuple[Needs, ...] = ("squares", "products")
-SHARDED = ["llama", "gpt2", "falcon", "mixtral", "qwen2_moe"]
 
 
 def walk_of(
@@ -67,34 +61,6 @@ def moments_of_blocks(model: nn.Module, comm: Communicator, needs: Needs) -> lis
     return found
 
 
-@pytest.mark.parametrize("needs", KINDS)
-@pytest.mark.parametrize("architecture", ONE_SHOT_ARCHITECTURES)
-@pytest.mark.sampled(10)
-def test_every_architecture(architecture: str, needs: Needs) -> None:
-    model = tiny_model(architecture)
-    found = moments_of_blocks(model, Alone(), needs)
-    blocks = decoder_blocks(model)
-    plain = [linears(block) for _, block in blocks]
-    for (_, block), of_block in zip(blocks, plain, strict=True):
-        for tokens in TOKENS:
-            with listening(block, of_block) as given, torch.no_grad():
-                model(input_ids=tokens[None], use_cache=False)
-            for name, x in given.inputs.items():
-                of_block[name].add(x, with_hessian=True)
-    for of_block, moments in zip(plain, found, strict=True):
-        by_name = {name: m for m in moments for name in m.names}
-        assert by_name.keys() == of_block.keys()
-        for name, linear in of_block.items():
-            assert by_name[name].num_tokens == linear.num_tokens
-            if linear.square_sum is None or linear.hessian is None:
-                assert (by_name[name].squares == 1).all()
-                continue
-            wanted = linear.square_sum.double(), linear.hessian.double()
-            torch.testing.assert_close(by_name[name].squares, wanted[0], rtol=1e-5, atol=1e-6)
-            if needs == "products":
-                torch.testing.assert_close(by_name[name].products, wanted[1], rtol=1e-4, atol=1e-4)
-
-
 SHARED = {
     "llama": [("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")],
     "phi": [("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.fc1")],  # attention beside the MLP
@@ -108,33 +74,6 @@ SHARED = {
 def test_shared_inputs_are_counted_once(architecture: str) -> None:
     for moments in moments_of_blocks(tiny_model(architecture), Alone(), "squares"):
         assert [m.names for m in moments if len(m.names) > 1] == SHARED[architecture]
-
-
-def on_rank(_: int, architecture: str, needs: Needs) -> list[list[Moments]]:
-    model = tiny_model(architecture)
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    for __, block in decoder_blocks(model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return moments_of_blocks(model, communicator(), needs)
-
-
-@pytest.mark.parametrize(("architecture", "world_size", "needs"), pairs_first(SHARDED, [2, 3, 4], KINDS))
-@pytest.mark.sampled(3)
-def test_the_same_on_any_number_of_ranks(pool: ProcessPool, world_size: int, architecture: str, needs: Needs) -> None:
-    wanted = moments_of_blocks(tiny_model(architecture), Alone(), needs)
-    for rank, found in enumerate(pool.run(world_size, on_rank, architecture, needs)):
-        for of_block, wanted_of_block in zip(found, wanted, strict=True):
-            by_name = {m.names: m for m in of_block}
-            assert by_name.keys() == {m.names for m in wanted_of_block}
-            for m in wanted_of_block:
-                own = by_name[m.names]
-                assert own.num_tokens == m.num_tokens
-                torch.testing.assert_close(own.squares, m.squares)
-                torch.testing.assert_close(own.mean, m.mean)
-                assert (own.products is None) == (needs == "squares" or own.owner != rank)
-                if own.products is not None:
-                    torch.testing.assert_close(own.products, m.products, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])

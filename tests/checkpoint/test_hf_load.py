@@ -21,7 +21,7 @@ from distprune.checkpoint.hf_load import load_model
 from distprune.jobs import PruneJob, SampleJob, run_prune_job, run_sample_job
 from tests.architectures import samples
 from tests.hf_models import ARCHITECTURES, make_model, make_tokenizer
-from tests.worlds import run_threads
+from tests.worlds import all_raise, run_threads
 
 
 def reference_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
@@ -147,11 +147,7 @@ def test_weights_that_are_not_those_of_the_config(
     with pytest.raises(ValueError, match=message):
         load_model(folder)
 
-    def load(_: int) -> None:
-        load_model(folder, mesh=init_device_mesh("cpu", (2,)))
-
-    for error in run_threads(2, load, catch=True):
-        assert isinstance(error, ValueError)
+    all_raise(2, lambda _: load_model(folder, mesh=init_device_mesh("cpu", (2,))), kind=ValueError, match="")
 
 
 def test_parts_of_one_weight_in_two_dtypes_load_in_a_third(tmp_path: Path) -> None:
@@ -192,9 +188,7 @@ def test_arguments_that_do_not_go_together(tmp_path: Path, given: str, message: 
         mesh = init_device_mesh("cpu", (1, 1, 2)) if given == "mesh" else None
         load_model(folder, mesh=mesh, dtype=dtypes[rank] if given == "dtype" else None)
 
-    for error in run_threads(2, load, catch=True):
-        assert isinstance(error, ValueError)
-        assert message in str(error)
+    all_raise(2, load, kind=ValueError, match=message)
 
 
 def python_on_rank(rank: int, folder: Path) -> torch.Tensor:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from distprune.checkpoint.hf_directory import open_directory
 from distprune.checkpoint.hub import name_of_model, resolve_model
 from tests.hf_models import make_model
-from tests.worlds import run_threads
+from tests.worlds import all_raise, run_threads
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -32,12 +32,7 @@ def test_ranks_given_different_models(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
 
-    def resolve(rank: int) -> None:
-        resolve_model(str(tmp_path / "ab"[rank]))
-
-    for error in run_threads(2, resolve, catch=True):
-        assert isinstance(error, ValueError)
-        assert "different arguments" in str(error)
+    all_raise(2, lambda rank: resolve_model(str(tmp_path / "ab"[rank])), kind=ValueError, match="different arguments")
 
 
 @pytest.fixture
@@ -63,14 +58,9 @@ def test_found_in_the_cache_while_offline(cache: Path) -> None:
 
 @pytest.mark.parametrize("name", ["org/name", "org/name@v1"])
 def test_not_in_the_cache_while_offline(cache: Path, name: str) -> None:
-    def resolve(_: int) -> Path:
-        return resolve_model(name)
-
-    for error in run_threads(2, resolve, catch=True):
-        assert isinstance(error, FileNotFoundError)
-        assert f"there is no directory 'org/name', and the hub's cache {cache} does not hold all of" in str(error)
-        way_out = f"hf download {name.replace('@', ' --revision ')}"
-        assert str(error).endswith(f"unset HF_HUB_OFFLINE, or fetch it where there is a network: {way_out}")
+    said = f"there is no directory 'org/name', and the hub's cache {cache} does not hold all .*: unset HF_HUB_OFFLINE"
+    way_out = f"or fetch it where there is a network: hf download {name.replace('@', ' --revision ')}"
+    all_raise(2, lambda _: resolve_model(name), kind=FileNotFoundError, match=f"{said}, {way_out}$")
 
 
 def test_a_directory_wins(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,9 +77,8 @@ def test_a_directory_that_one_rank_sees(monkeypatch: pytest.MonkeyPatch) -> None
         return torch.distributed.get_rank() == 1 if str(path) == "org/name" else exists(path)
 
     monkeypatch.setattr(os.path, "exists", one_sees)
-    for error in run_threads(2, lambda _: resolve_model("org/name"), catch=True):
-        assert isinstance(error, ValueError)
-        assert str(error).endswith("exists: false on rank 0; true on rank 1")
+    match = "exists: false on rank 0; true on rank 1$"
+    all_raise(2, lambda _: resolve_model("org/name"), kind=ValueError, match=match)
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -187,18 +176,10 @@ def test_a_log_that_fails_is_said_on_every_rank() -> None:
     def log(_: str) -> None:
         raise ValueError("nobody listens")
 
-    for error in run_threads(2, lambda _: resolve_model("org/name", log=log), catch=True):
-        assert isinstance(error, ValueError)
-        assert str(error).endswith("nobody listens")
+    all_raise(2, lambda _: resolve_model("org/name", log=log), kind=ValueError, match="nobody listens$")
 
 
 def test_what_the_hub_refuses_is_said_on_every_rank(hub: type[Hub]) -> None:
-    def resolve(_: int) -> Path:
-        return resolve_model("org/nothing")
-
-    for error in run_threads(2, resolve, catch=True):
-        assert isinstance(error, OSError)
-        assert "there is no directory 'org/nothing', and the hub's model cannot be fetched: RepositoryNotFound" in str(
-            error
-        )
+    match = "there is no directory 'org/nothing', and the hub's model cannot be fetched: RepositoryNotFound"
+    all_raise(2, lambda _: resolve_model("org/nothing"), kind=OSError, match=match)
     assert hub.served == []

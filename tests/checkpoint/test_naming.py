@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from distprune.checkpoint.hf_load import load_model
 from distprune.checkpoint.hf_save import save_model
 from tests.families import family_model
 from tests.hf_models import make_model
-from tests.worlds import run_threads
+from tests.worlds import all_raise, run_threads
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -38,14 +37,13 @@ def strip_prefix(folder: Path, **more: torch.Tensor) -> Path:
     return folder
 
 
+def load_over(_: int, num_ranks: int, folder: Path) -> Any:
+    return load_model(folder, mesh=init_device_mesh("cpu", (num_ranks,)) if num_ranks > 1 else None)
+
+
 def load_and_save(folder: Path, target: Path, num_ranks: int) -> None:
     target.mkdir()
-
-    def one(_: int) -> None:
-        mesh = init_device_mesh("cpu", (num_ranks,)) if num_ranks > 1 else None
-        save_model(load_model(folder, mesh=mesh), open_directory(folder), target)
-
-    run_threads(num_ranks, one)
+    run_threads(num_ranks, lambda rank: save_model(load_over(rank, num_ranks, folder), open_directory(folder), target))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -109,11 +107,5 @@ def test_what_is_more_than_placed_is_refused(tmp_path: Path) -> None:
     model: Any = family_model("inkling2_text")
     model.save_pretrained(tmp_path)
 
-    def load(_: int) -> None:
-        load_model(tmp_path, mesh=init_device_mesh("cpu", (2,)))
-
-    for error in run_threads(2, load, catch=True):
-        assert isinstance(error, NotImplementedError)
-        assert re.search(
-            "'model.llm.layers.0.mlp.experts.w13_weight' is stored in another form.*Interleave", str(error)
-        )
+    match = "'model.llm.layers.0.mlp.experts.w13_weight' is stored in another form.*Interleave"
+    all_raise(2, load_over, 2, tmp_path, kind=NotImplementedError, match=match)

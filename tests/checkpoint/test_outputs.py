@@ -23,7 +23,7 @@ from distprune.collectives.agree import together
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Alone, communicator
 from tests.sampling import only_whole
-from tests.worlds import run_threads
+from tests.worlds import all_raise, run_threads
 
 OLD = {"out/config.json": "old", "out/model.safetensors": "old"}
 
@@ -226,10 +226,8 @@ def test_two_jobs_at_once(tmp_path: Path) -> None:
 
     with writing(tmp_path / "out") as staging:
         (staging / "first").write_text("first")
-        errors = run_threads(2, write, catch=True)
-        assert [type(error) for error in errors] == [OSError, OSError]
-        holder = f"process {os.getpid()} on {platform.node()}"
-        assert all(f"is being written by {holder}" in str(error) for error in errors)
+        match = f"is being written by process {os.getpid()} on {platform.node()}"
+        all_raise(2, write, kind=OSError, match=match)
     assert content(tmp_path) == {"out/first": "first"}
 
 
@@ -284,7 +282,5 @@ def test_ranks_with_different_targets(tmp_path: Path) -> None:
         with writing(tmp_path / str(rank)):
             pass
 
-    for error in run_threads(2, write, catch=True):
-        assert isinstance(error, ValueError)
-        assert "output" in str(error)
+    all_raise(2, write, kind=ValueError, match="output")
     assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ import pytest
 from distprune.checkpoint import hf_directory
 from distprune.checkpoint.hf_directory import file_digest, open_directory, open_together, sample_together
 from distprune.collectives.communicator import communicator
-from tests.worlds import run_threads
+from tests.worlds import all_raise, run_threads
 
 
 def read(_: int, folders: list[Path]) -> tuple[Any, str, tuple[int, int]]:
@@ -56,7 +56,7 @@ def other_files(path: Path) -> None:
     [
         (other_header, "model files"),
         (other_files, "weight files"),
-        (other_weights, "weights (256 "),
+        (other_weights, r"weights \(256 "),
         (cut_off, ".safetensors is corrupt or truncated"),
     ],
 )
@@ -65,9 +65,7 @@ def test_copies_that_differ(split_model: Path, tmp_path: Path, change: Any, said
     before = [path.read_bytes() for path in sorted(copies[1].iterdir())]
     change(next(path for path in sorted(copies[1].glob("*.safetensors")) if b"[28,20]" in path.read_bytes()[:4096]))
     assert before != [path.read_bytes() for path in sorted(copies[1].iterdir())]
-    for error in run_threads(4, read, copies, catch=True):
-        assert isinstance(error, ValueError)
-        assert said in str(error)
+    all_raise(4, read, copies, kind=ValueError, match=said)
 
 
 def digest(_: int, path: Path) -> str:

@@ -2,10 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.jobs.conftest import model_folder, text_file
-
-__all__ = ["model_folder", "text_file"]
-
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from distprune.jobs import (
 )
 from distprune.jobs.options import REPORT_NAME
 from distprune.jobs.picture import mean_error
-from tests.cli.test_main import end
+from tests.cli.command import Command
 from tests.small_job import STAGES, block_entry, small_job
 
 
@@ -188,22 +188,17 @@ def test_hidden_on_the_other_ranks(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_plan_runs_nothing(
-    model_folder: Path,
-    text_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    model_folder: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setattr(jobs.run, "load_model", lambda *_, **__: pytest.fail("the weights are read"))
-    line = ["prune", str(model_folder), "--output", str(tmp_path / "out"), "--pattern", "2:4"]
-    line += ["--calibration", str(text_file)]
+    line = ["prune", str(model_folder), "--output", str(tmp_path / "out"), "--pattern", "2:4", "--plan"]
+    line += ["--calibration", str(text_file), "--sequence-length", "32"]
     before = sorted(model_folder.iterdir())
     for more, told in (
-        (["--samples", "all", "--sequence-length", "32", "--own-words", "0"], " windows on 1 rank: "),
-        (["--samples", "5", "--sequence-length", "32", "--ranks", "64"], ", 101 windows on 64 ranks: "),
+        (["--samples", "all", "--own-words", "0"], " windows on 1 rank: "),
+        (["--samples", "5", "--ranks", "64"], ", 101 windows on 64 ranks: "),
     ):
-        assert end(monkeypatch, *line, "--plan", *more) == 0
-        shown = capsys.readouterr().out
+        shown = command(*line, *more).out
         assert all(text in shown for text in (told, "shard of the weights", "gathered block", "sums, factors and fit"))
     assert not any(tmp_path.iterdir())
     assert sorted(model_folder.iterdir()) == before

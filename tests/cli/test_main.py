@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import os
 import shlex
-import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,27 +19,7 @@ from distprune.cli import main
 from distprune.cli.commands import JobCommand, Running
 from distprune.jobs import BareJob, FinetuneJob, OneShotJob, PlanJob, PruneJob, SampleJob, ShrinkJob, StreamedJob
 from distprune.version import __version__
-
-
-class Ended(BaseException):
-    """Stands in for the end of the process."""
-
-
-def end(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
-    """Run the console script with ``arguments`` in this process and return its exit code."""
-
-    def leave(code: int) -> NoReturn:
-        raise Ended(code)
-
-    monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(sys, "argv", ["distprune", *map(str, arguments)])
-    try:
-        main.run()
-    except Ended as ended:
-        return int(ended.args[0])
-    except SystemExit as ended:
-        return int(ended.code or 0)
-    raise AssertionError("run() ends the process")
+from tests.cli.command import Command
 
 
 def commands(line: str) -> list[JobCommand]:
@@ -57,9 +35,8 @@ def asked(line: str) -> BareJob:
     return command.job
 
 
-def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert end(monkeypatch, "--version") == 0
-    assert capsys.readouterr().out == f"distprune {__version__}\n"
+def test_version(command: Command) -> None:
+    assert command("--version").out == f"distprune {__version__}\n"
 
 
 COMMANDS = ("prune", "shrink", "finetune", "sample")  # that run jobs
@@ -214,14 +191,13 @@ WRONG = {
 }
 
 
-def test_wrong_usage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     monkeypatch.setattr(main, "_work", lambda *_: pytest.fail("a job was started"))
     for begin, ends in WRONG.items():
         for more in ends.split("|"):
-            assert end(monkeypatch, *begin.split(), *more.split()) == 2, (begin, more)
-            captured = capsys.readouterr()
-            assert "Usage:" in captured.err + captured.out
-            assert "Traceback" not in captured.err
+            said = command(*begin.split(), *more.split(), code=2)
+            assert "Usage:" in said.err + said.out
+            assert "Traceback" not in said.err
 
 
 PRUNE, HALF = "prune m --output o", "prune m --output o --sparsity 0.5"
@@ -250,26 +226,21 @@ SAID = {
 }
 
 
-def test_one_sentence_says_what_is_taken(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_sentence_says_what_is_taken(command: Command) -> None:
     for line, said in SAID.items():
-        assert end(monkeypatch, *line.split()) == 2
-        error, *more = capsys.readouterr().err.splitlines()
+        error, *more = command(*line.split(), code=2).err.splitlines()
         assert error.startswith("error: ")
         assert said in error
         assert not any(word in error for word in ("Input should", "Value error"))
         assert len(more) in (0, 2), line
 
 
-def test_prunes_and_inspects(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, model_folder: Path
-) -> None:
+def test_prunes_and_inspects(command: Command, tmp_path: Path, model_folder: Path) -> None:
     output = tmp_path / "out"
-    assert end(monkeypatch, "prune", model_folder, "--output", output, "--sparsity", "0.25", "--scope", "tensor") == 0
-    shown = capsys.readouterr().out
+    shown = command("prune", model_folder, "--output", output, "--sparsity", "0.25", "--scope", "tensor").out
     assert "magnitude" in shown
     assert "Unstructured(sparsity=0.25, scope='tensor')" in shown
-    assert end(monkeypatch, "inspect", output, "--json") == 0
-    inspected = json.loads(capsys.readouterr().out)
+    inspected = json.loads(command("inspect", output, "--json").out)
     zeros = {tensor["name"]: tensor["num_zeros"] for tensor in inspected["tensors"]}
     assert zeros["model.layers.1.mlp.up_proj.weight"] == 28 * 20 // 4
 
@@ -291,7 +262,7 @@ def test_prunes_and_inspects(
 )
 def test_a_mistake_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
     tmp_path: Path,
     model_folder: Path,
     text_file: Path,
@@ -302,8 +273,7 @@ def test_a_mistake_is_one_line(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(model_folder.parent / "error.json"))
     places = {"model": model_folder, "out": tmp_path / "out", "text": text_file, "loop": tmp_path / "loop"}
     enough = [] if "--sparsity" in line else ["--sparsity", "0.3"]
-    assert end(monkeypatch, "prune", *line.format(**places).split(), *enough) == 1
-    error = capsys.readouterr().err
+    error = command("prune", *line.format(**places).split(), *enough, code=1).err
     assert error.startswith("error: ")
     assert message.format(**places) in error
     assert error.count("\n") == 1
@@ -321,33 +291,23 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 LINE = ("prune", "m", "--output", "o", "--sparsity", "0.3")
 
 
-def test_what_nobody_expected_gets_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_nobody_expected_gets_a_traceback(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     fail_with(monkeypatch, RuntimeError("connection reset by peer"))
-    assert end(monkeypatch, *LINE) == 1
-    error = capsys.readouterr().err
+    error = command(*LINE, code=1).err
     assert error.startswith("Traceback")
     assert error.endswith("RuntimeError: connection reset by peer\n")
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (SystemExit(143), 143),
-        (KeyboardInterrupt(), 130),
-        (SystemExit(0), 1),
-        (SystemExit(None), 1),
-        (SystemExit("no"), 1),
-    ],
-)
-def test_what_ends_a_job_is_never_taken_for_a_success(
-    monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
+def test_what_ends_a_job_is_never_taken_for_a_success(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
+    ends: dict[BaseException, int] = {SystemExit(143): 143, KeyboardInterrupt(): 130}
+    ends |= {SystemExit(code): 1 for code in (0, None, "no")}
+    for error, code in ends.items():
+        fail_with(monkeypatch, error)
+        command(*LINE, code=code)
+
+
+def test_a_table_that_cannot_be_shown_does_not_change_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    fail_with(monkeypatch, error)
-    assert end(monkeypatch, *LINE) == code
-
-
-def test_a_table_that_cannot_be_shown_does_not_change_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(main._RUN, PruneJob, lambda *_, **__: {})  # no report: the table fails
-    assert end(monkeypatch, *LINE) == 0
+    command(*LINE)

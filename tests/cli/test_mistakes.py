@@ -16,8 +16,8 @@ import torch
 
 from distprune.jobs import PruneJob, run_prune_job
 from distprune.jobs.own_words import words_content
+from tests.cli.command import Command
 from tests.cli.test_leaving import LINE, Pair, pair
-from tests.cli.test_main import end
 from tests.modes import obeying_modes
 from tests.started import be_rank
 
@@ -36,13 +36,12 @@ BUGS: dict[str, Callable[..., object]] = {
 
 @pytest.mark.parametrize("kind", BUGS)
 def test_what_no_check_raised_gets_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, model_folder: Path, kind: str
+    monkeypatch: pytest.MonkeyPatch, command: Command, tmp_path: Path, model_folder: Path, kind: str
 ) -> None:
     """Though checks raise errors of that type too."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setattr("distprune.jobs.prune.prune_model", BUGS[kind])
-    assert end(monkeypatch, "prune", model_folder, "--output", tmp_path / "out", "--sparsity", "0.3") == 1
-    error = capsys.readouterr().err
+    error = command("prune", model_folder, "--output", tmp_path / "out", "--sparsity", "0.3", code=1).err
     assert error.startswith("Traceback")
     assert f"\n{kind}: " in error
     assert "jobs/prune.py" in error
@@ -126,14 +125,13 @@ SIZES = {
 
 
 def ends_for_lack_of_memory(
-    patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str, kind: str, places: dict[str, Path]
+    patch: pytest.MonkeyPatch, command: Command, where: str, kind: str, places: dict[str, Path]
 ) -> str:
     """Run the command; return what it says."""
     line, stage, ways = SHORT[where]
     patch.setattr(f"distprune.{where}", lambda *_, **__: too_much(kind))
     words = [word.format(**places) for word in line.split()]
-    assert end(patch, *words, "--output", places["out"]) == 1
-    said = capsys.readouterr().err.splitlines()
+    said = command(*words, "--output", places["out"], code=1).err.splitlines()
     assert not any("Traceback" in line for line in said)
     (error,) = (line for line in said if line.startswith("error: "))
     assert error.startswith(f"error: out of memory while {stage}")
@@ -152,7 +150,7 @@ def pruned(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.mark.parametrize("where", SHORT)
 def test_out_of_memory_is_one_line_in_every_job(
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
     tmp_path: Path,
     model_folder: Path,
     pruned: Path,
@@ -160,23 +158,21 @@ def test_out_of_memory_is_one_line_in_every_job(
     where: str,
 ) -> None:
     places = {"model": model_folder, "text": text_file, "out": tmp_path / "out", "pruned": pruned}
-    error = ends_for_lack_of_memory(monkeypatch, capsys, where, "torch", places)
+    error = ends_for_lack_of_memory(monkeypatch, command, where, "torch", places)
     assert "you tried to allocate 1152921504606846976 bytes" in error
     assert not places["out"].exists()
 
 
 @pytest.mark.parametrize("kind", SIZES)
 def test_out_of_memory_is_one_line_whoever_says_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, model_folder: Path, kind: str
+    monkeypatch: pytest.MonkeyPatch, command: Command, tmp_path: Path, model_folder: Path, kind: str
 ) -> None:
     places = {"model": model_folder, "out": tmp_path / "out"}
-    error = ends_for_lack_of_memory(monkeypatch, capsys, "jobs.prune.prune_model", kind, places)
+    error = ends_for_lack_of_memory(monkeypatch, command, "jobs.prune.prune_model", kind, places)
     assert SIZES[kind] in error
 
 
-def test_what_may_not_be_read_is_not_called_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, model_folder: Path
-) -> None:
+def test_what_may_not_be_read_is_not_called_missing(command: Command, tmp_path: Path, model_folder: Path) -> None:
     model, words = tmp_path / "model", tmp_path / "words"
     shutil.copytree(model_folder, model)
     words.write_bytes(words_content(torch.ones(2, 8), {}))
@@ -188,14 +184,14 @@ def test_what_may_not_be_read_is_not_called_missing(
         (model / "config.json", line),
         (words, [*line, *reading]),
     ]
-    for closed, command in commands:
+    for closed, asked in commands:
         mode = closed.stat().st_mode
         closed.chmod(0)
         try:
             with obeying_modes():
-                assert end(monkeypatch, *command) == 1
+                err = command(*asked, code=1).err
         finally:
             closed.chmod(mode)
-        said = [line for line in capsys.readouterr().err.splitlines() if "written to" not in line]
+        said = [line for line in err.splitlines() if "written to" not in line]
         assert said[-1].endswith(f"Permission denied: '{closed}'"), said
         assert not any("Traceback" in line for line in said)

@@ -9,25 +9,10 @@ from typing import Any
 import pytest
 
 from distprune.jobs import OneShotJob, PruneJob, run_prune_job
-from tests.hf_models import TEXT, make_model, make_tokenizer
+from tests.hf_models import make_model, make_tokenizer
 from tests.jobs.jobs_of_a_kind import files, job_of, run_on_rank
 from tests.small_job import small_job
 from tests.worlds import ProcessPool
-
-
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with a tokenizer of single characters."""
-    folder = make_model(tmp_path_factory.mktemp("llama") / "model")
-    make_tokenizer(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(TEXT)
-    return path
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import torch
 import distprune as prune
 from distprune.jobs import PruneJob, compare_outputs, run_prune_job
 from distprune.jobs.options import REPORT_NAME
-from tests.cli.test_main import end
+from tests.cli.command import Command
 
 ZEROS = "50.0 % of 2 prunable weights, 0.0 % of all 4.0 M"
 
@@ -56,7 +56,7 @@ def test_what_a_job_has_written(model_folder: Path, text_file: Path, tmp_path: P
     assert ("sparsity", str(report.zeros)) in output.rows
 
 
-def test_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     """Figure by figure, with a line for each output; texts by whole paths, and by how much of them was run.
 
     What a terminal would obey is shown.
@@ -67,8 +67,7 @@ def test_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     report = json.loads((write(Path("longer")) / REPORT_NAME).read_text())
     report["arguments"]["evaluation_length"] = 32
     Path("longer", REPORT_NAME).write_text(json.dumps(report))
-    assert end(monkeypatch, "compare", "half", "other", "longer") == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = command("compare", "half", "other", "longer").out.splitlines()
     assert lines[:4] == ["sparsity", *(f"  {name:<6}  {ZEROS}" for name in ("half", "other", "longer"))]
     assert lines[4:6] == ["method", "  half    magnitude"]
     assert lines[-7:] == [
@@ -85,7 +84,7 @@ def test_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_models_that_no_job_has_written(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
     model = prune.load(model_folder)
@@ -98,8 +97,7 @@ def test_models_that_no_job_has_written(
     num_left = sum(parameter.numel() for parameter in smaller.parameters())
     assert num_left < num_before
     assert compare_outputs(["half"]).outputs[0].share == 0.5
-    assert end(monkeypatch, "compare", "half", "smaller") == 0
-    name, half, small, *_, last = capsys.readouterr().out.splitlines()
+    name, half, small, *_, last = command("compare", "half", "smaller").out.splitlines()
     assert name == "sparsity"
     assert half.startswith("  half     50.0 % of ")
     assert half.endswith(f"of all {num_before:,}")
@@ -107,7 +105,7 @@ def test_models_that_no_job_has_written(
     assert last == "(no perplexities: run the jobs with --eval)"
 
 
-def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_picture(tmp_path: Path, command: Command) -> None:
     pytest.importorskip("matplotlib")
     outputs = [
         write(tmp_path / "b", zeros=0.5),
@@ -120,9 +118,8 @@ def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert lines == {"magnitude": [[0.25, 12.0], [0.5, 20.0]]}
     assert (first.get_yscale(), second.get_yscale()) == ("linear", "log")
     assert {line.get_label() for line in second.lines} == {"magnitude", "admm", "before"}
-    assert end(monkeypatch, "compare", *outputs, "--output", tmp_path / "all.png") == 0
+    assert "perplexity on " in command("compare", *outputs, "--output", tmp_path / "all.png").out
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG\r\n")
-    assert "perplexity on " in capsys.readouterr().out
 
 
 DAMAGES: dict[str, tuple[str, Any]] = {
@@ -135,21 +132,16 @@ DAMAGES: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_report_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], damage: str
-) -> None:
+def test_a_damaged_report_is_named(tmp_path: Path, command: Command, damage: str) -> None:
     path = write(tmp_path / "a") / REPORT_NAME
     key, value = DAMAGES[damage]
     path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
-    assert end(monkeypatch, "compare", tmp_path / "a") == 1
-    error = capsys.readouterr().err
+    error = command("compare", tmp_path / "a", code=1).err
     assert error.startswith(f"error: {path} is no report of a job, or damaged")
     assert error.count("\n") == 1
 
 
-def test_errors_name_what_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_name_what_is_wrong(tmp_path: Path, command: Command) -> None:
     good, silent = write(tmp_path / "good"), write(tmp_path / "silent", after={})
     for name, text in (("broken", "{"), ("foreign", "{}"), ("list", "[]")):
         (tmp_path / name).mkdir()
@@ -165,6 +157,5 @@ def test_errors_name_what_is_wrong(
         ([good, "--output", "all.pdf"], "all.pdf is no name of a picture"),
         ([silent, "--output", "all.png"], "run the jobs with --eval"),
     ):
-        assert end(monkeypatch, "compare", *words) == 1
-        error = capsys.readouterr().err
+        error = command("compare", *words, code=1).err
         assert (message in error, error.count("\n")) == (True, 1), error

@@ -75,21 +75,19 @@ def test_killed_it_goes_on_also_on_other_ranks(
     assert pool.run(first, run_on_rank, again, item) == ["killed"] * first  # with nothing there it begins
     assert not Path(job.output).exists()
     before, others = files(left(job)), OTHERS[kind] if item else {}
-    for error in pool.run(second, run_on_rank, job) if item else ():
-        assert error.startswith("FileExistsError: ")
-        assert "pass resume=True to go on with it" in error
+    if item:
+        pool.all_say(second, run_on_rank, job, match="^FileExistsError: .*pass resume=True to go on with it")
     for name, value in others.items():
-        for error in pool.run(second, run_on_rank, dataclasses.replace(again, **{name: value})):
-            assert error.startswith("ValueError: ")
-            assert "cannot be resumed, the job was another: --" + name.replace("_", "-") in error
+        match = f"^ValueError: .*cannot be resumed, the job was another: --{name.replace('_', '-')}"
+        pool.all_say(second, run_on_rank, dataclasses.replace(again, **{name: value}), match=match)
     assert files(left(job)) == before
     assert pool.run(second, run_on_rank, dataclasses.replace(again, **FREE[kind])) == [""] * second
     assert is_whole(job, expected(job, second), exactly=first == second)
     report = json.loads((Path(job.output) / "report.json").read_text())
     work = report.get("removal") or report.get("training") or report["pruning"]
     assert work.get("resumed_at", item) == item
-    for error in pool.run(second, run_on_rank, again):
-        assert error == f"FileExistsError: nothing is left to resume: {job.output} is finished, it holds a report.json"
+    match = f"^FileExistsError: nothing is left to resume: {job.output} is finished, it holds a report.json$"
+    pool.all_say(second, run_on_rank, again, match=match)
 
 
 def cut(path: Path) -> None:
@@ -115,9 +113,7 @@ def test_a_damaged_file_is_made_again_or_named(
     damage(min(left(job).glob(written.get(kind, "model/*.safetensors"))))
     again, heard = dataclasses.replace(job, resume=True), Heard()
     if kind == "finetune":
-        for error in pool.run(2, run_on_rank, again):
-            assert error.startswith("ValueError: ")
-            assert "state-1 is not as it was written, remove" in error
+        pool.all_say(2, run_on_rank, again, match="^ValueError: .*state-1 is not as it was written, remove")
         return
     run(again, heard)
     assert any("damaged" in said for said in heard.said)
@@ -130,8 +126,8 @@ def test_a_damaged_record_is_named(make: Callable[[str], Any], pool: ProcessPool
     assert run_on_rank(0, job, 1) == "killed"
     record = next(path for path in left(job).glob("*.json") if path.name != "recipe.json")
     record.write_text("no record")
-    for error in pool.run(2, run_on_rank, dataclasses.replace(job, resume=True)):
-        assert f"{record.name} is corrupt: it holds no JSON" in error
+    match = f"{record.name} is corrupt: it holds no JSON"
+    pool.all_say(2, run_on_rank, dataclasses.replace(job, resume=True), match=match)
 
 
 @pytest.mark.parametrize("kind", RESUMABLE)
@@ -171,10 +167,8 @@ def test_a_full_disk(
     num_writes: int,
 ) -> None:
     job = make(kind)
-    for error in pool.run(2, run_with_full_disk, job, full_rank, num_writes):
-        assert error.startswith("OSError: ")
-        assert "cannot write '" in error
-        assert "No space left on device" in error
+    match = "^OSError: .*cannot write '.*No space left on device"
+    pool.all_say(2, run_with_full_disk, job, full_rank, num_writes, match=match)
     assert not Path(job.output).exists()
     assert left(job).exists() == (kind != "prune" and (kind != "streamed" or num_writes > 0))
     assert pool.run(2, run_on_rank, job if kind == "prune" else dataclasses.replace(job, resume=True)) == ["", ""]
@@ -190,9 +184,7 @@ def run_with_little_room(rank: int, job: Any) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_disk_that_is_too_small(make: Callable[[str], Any], pool: ProcessPool, kind: str) -> None:
     job = make(kind)
-    for error in pool.run(2, run_with_little_room, job):
-        assert error.startswith("OSError: ")
-        assert "has 1,000 bytes free, and" in error
+    pool.all_say(2, run_with_little_room, job, match="^OSError: .*has 1,000 bytes free, and")
     assert not Path(job.output).exists()
 
 

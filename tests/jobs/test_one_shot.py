@@ -97,7 +97,7 @@ def without_tokenizer(job: OneShotJob) -> None:
     ("spoil", "message"),
     [
         (without_text, "holds 0 tokens; 5 samples of 24 tokens need 120: give more text"),
-        (with_vocabulary_of_another, "is outside the model's vocabulary of 67; is the tokenizer another model's?"),
+        (with_vocabulary_of_another, r"is outside the model's vocabulary of 67; is the tokenizer another model's\?"),
         (without_tokenizer, "holds no tokenizer that transformers can load"),
     ],
 )
@@ -105,9 +105,7 @@ def test_what_is_wrong_is_refused(
     pool: ProcessPool, job: OneShotJob, spoil: Callable[[OneShotJob], None], message: str
 ) -> None:
     spoil(job)
-    for error in pool.run(2, run_on_rank, job):
-        assert error.startswith("ValueError: ")
-        assert message in error
+    pool.all_say(2, run_on_rank, job, match=f"^ValueError: .*{message}")
     assert not list(Path(job.output).parent.glob("*"))
 
 
@@ -116,11 +114,11 @@ def test_ranks_that_see_different_text(pool: ProcessPool, tmp_path: Path, job: O
     for rank, of_rank in enumerate((text, text.replace("union", "onion"))):
         (tmp_path / str(rank)).mkdir()
         (tmp_path / str(rank) / "text.txt").write_text(of_rank)
-    for error in pool.run(2, run_in_own_folder, tmp_path, dataclasses.replace(job, calibration="text.txt")):
-        assert error.startswith("ValueError: ranks were called with different arguments: calibration tokens: ")
+    own = dataclasses.replace(job, calibration="text.txt")
+    match = "^ValueError: ranks were called with different arguments: calibration tokens: "
+    pool.all_say(2, run_in_own_folder, tmp_path, own, match=match)
     (tmp_path / "1" / "text.txt").unlink()
-    for error in pool.run(2, run_in_own_folder, tmp_path, dataclasses.replace(job, calibration="text.txt")):
-        assert error.startswith("FileNotFoundError: ")
+    pool.all_say(2, run_in_own_folder, tmp_path, own, match="^FileNotFoundError: ")
     assert not list(Path(job.output).parent.glob("*"))
 
 
@@ -130,7 +128,7 @@ def test_activations_that_are_no_numbers(pool: ProcessPool, job: OneShotJob) -> 
     tensors = load_file(path)
     tensors["model.layers.1.post_attention_layernorm.weight"][3] = torch.nan
     save_file(tensors, path, metadata={"format": "pt"})
-    for error in pool.run(2, run_on_rank, job):
-        assert error.startswith("ValueError: block 'model.layers.1': NaN or Inf in the inputs of 'mlp.gate_proj'")
+    match = "^ValueError: block 'model.layers.1': NaN or Inf in the inputs of 'mlp.gate_proj'"
+    pool.all_say(2, run_on_rank, job, match=match)
     assert os.listdir(Path(job.output).parent) == []  # the first block was written
     run_one_shot_job(dataclasses.replace(job, model=str(before)))  # so the mended job starts

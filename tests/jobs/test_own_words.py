@@ -136,8 +136,7 @@ def test_killed_and_resumed_it_has_the_same_words(
     shutil.copytree(tmp_path / "left", left(job))
     kept.write_bytes(kept.read_bytes()[:-8])
     shutil.rmtree(job.output)
-    for error in pool.run(2, run_on_rank, again):
-        assert "own_words.tokens is no file of own words, or damaged" in error
+    pool.all_say(2, run_on_rank, again, match="own_words.tokens is no file of own words, or damaged")
 
 
 def sampled_on_rank(_: int, job: SampleJob) -> None:

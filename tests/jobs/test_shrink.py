@@ -66,10 +66,13 @@ def sliced(folder: Path, report: dict[str, Any], width: int) -> dict[str, torch.
     return kept
 
 
-def test_what_stays_is_what_stood_there(pool: ProcessPool, tmp_path: Path, job: ShrinkJob, dense_folder: Path) -> None:
+def test_what_stays_is_what_stood_there(
+    pool: ProcessPool, tmp_path: Path, job: ShrinkJob, dense_folder: Path, text_file: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
-    job = dataclasses.replace(job, criterion="magnitude", refit="none")
+    job = dataclasses.replace(job, criterion="magnitude", refit="none", evaluate_on=(str(text_file),))
+    job = dataclasses.replace(job, evaluation_length=16, evaluation_tokens=160)
     assert pool.run(2, run_on_rank, job) == ["", ""]
     report = json.loads((tmp_path / "out" / REPORT_NAME).read_text())
     removal = report["removal"]
@@ -82,31 +85,14 @@ def test_what_stays_is_what_stood_there(pool: ProcessPool, tmp_path: Path, job: 
     assert model.num_parameters() == removal["num_parameters"] < removal["num_parameters_before"]
     assert (model.config.num_hidden_layers, model.config.num_attention_heads, model.config.head_dim) == (3, 2, 6)
     assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=4, min_new_tokens=4).shape == (1, 6)
-    assert "| left | layers 3 of 4; mlp 21 of 28; heads 2 of 4 |" in (tmp_path / "out" / "README.md").read_text()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
-
-
-def test_refitted_over_ranks(pool: ProcessPool, tmp_path: Path, job: ShrinkJob, text_file: Path) -> None:
-    """The same units over two ranks as over one, and the same weights but for rounding."""
-    job = dataclasses.replace(job, heads=None, kv_groups=1, layers=None, evaluate_on=(str(text_file),))
-    job = dataclasses.replace(job, evaluation_length=16, evaluation_tokens=160)
-    reports = []
-    for world_size in (1, 2):
-        own = dataclasses.replace(job, output=str(tmp_path / f"out{world_size}"))
-        assert pool.run(world_size, run_on_rank, own) == [""] * world_size
-        reports.append(json.loads((Path(own.output) / REPORT_NAME).read_text()))
-    one, two = (report["removal"] for report in reports)
-    assert [block["kept"] for block in one["blocks"]] == [block["kept"] for block in two["blocks"]]
-    alone, spread = (tensors_of(tmp_path / f"out{world_size}") for world_size in (1, 2))
-    for name, tensor in alone.items():
-        torch.testing.assert_close(spread[name], tensor)
-    assert reports[0]["perplexity_after"].keys() == {str(text_file)}
-    card = (tmp_path / "out1" / "README.md").read_text()
-    assert "| left | mlp 21 of 28; kv groups 1 of 2 |" in card
+    assert report["perplexity_after"].keys() == {str(text_file)}
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| left | layers 3 of 4; mlp 21 of 28; heads 2 of 4 |" in card
     assert "distprune shrink model " in card
     assert "--calibration text.txt" in card
-    assert "--mlp 0.75 --kv-groups 1 " in card
+    assert "--mlp 0.75 --heads 2 " in card
     assert "sparse" not in card
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
 @pytest.mark.whole

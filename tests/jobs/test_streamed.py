@@ -20,7 +20,7 @@ from distprune.shards import device
 from tests.families import family_model
 from tests.hf_models import make_model
 from tests.jobs.test_prune import Heard, contents
-from tests.worlds import run_threads
+from tests.worlds import all_raise, run_threads
 
 CASES: dict[str, dict[str, Any]] = {
     "global": {"sparsity": 0.3},
@@ -200,9 +200,7 @@ def spoiled(tmp_path: Path, model: Path, change: Any) -> Path:
 def refuses(tmp_path: Path, job: StreamedJob, match: str, kind: type[Exception] = ValueError) -> None:
     """Check that two ranks raise, and that nothing is left."""
     there = sorted(tmp_path.iterdir())
-    for error in run_threads(2, on_rank, job, catch=True):
-        assert isinstance(error, kind), error
-        assert match in str(error)
+    all_raise(2, on_rank, job, kind=kind, match=match)
     assert sorted(tmp_path.iterdir()) == there
 
 
@@ -216,7 +214,7 @@ def test_nan(models: Path, tmp_path: Path, case: str) -> None:
     name = "transformer.h.1.mlp.c_proj.weight"  # at the end, when much is written
     model = spoiled(tmp_path, models / "gpt2", lambda tensors: tensors[name][-1, -1].fill_(torch.nan))
     job = StreamedJob(model=str(model), output=str(tmp_path / "out"), **CASES[case])
-    refuses(tmp_path, job, f"scores are NaN in '{name}' (1)")
+    refuses(tmp_path, job, rf"scores are NaN in '{name}' \(1\)")
 
 
 def test_quantized(models: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from distprune import allocate, perplexity, prune_blocks
-from distprune.calibration.sensitivity import Sensitivity, measure_sensitivities
+from distprune.calibration.sensitivity import measure_sensitivities
 from distprune.collectives.communicator import Alone
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.linear_layers import linear_layers
@@ -67,28 +67,10 @@ def test_equals_the_oracle(architecture: str) -> None:
         assert of_layer.num_pruned == round(found[of_layer.name] * of_layer.num_elements)
 
 
-def measured(model: nn.Module, tokens: torch.Tensor) -> dict[str, Sensitivity]:
-    linears = {
-        f"{name}.{layer}": linear
-        for name, block in decoder_blocks(model)
-        for layer, linear in linear_layers(block).items()
-    }
-    return measure_sensitivities(Alone(), model, linears, tokens)
-
-
 @pytest.mark.parametrize("architecture", ["bloom", "mixtral"])
 def test_batches_come_to_the_same(architecture: str) -> None:
     found = [allocate(tiny_model(architecture), TOKENS, SHARE, batch_tokens=num) for num in (1, 40)]
     assert found[1] == pytest.approx(found[0], abs=0.05)
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
-def test_sums_are_the_oracles(architecture: str) -> None:
-    model = tiny_model(architecture)
-    found = measured(model, TOKENS)
-    for name, (inputs, outputs) in oracle.sensitivities(model, TOKENS).items():
-        torch.testing.assert_close(found[name].inputs, inputs.float(), rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(found[name].outputs, outputs.float(), rtol=1e-3, atol=float(outputs.max()) * 1e-5)
 
 
 EXPERTS = {**ONE_SHOT_ARCHITECTURES["mixtral"], "head_dim": 8}
@@ -98,13 +80,14 @@ def test_experts_with_biases_and_transposed_weights() -> None:
     """Of two tokens one is predicted: in the last block the gradient of a bias is that of one token's output."""
     model: Any = tiny_model("gpt_oss", **EXPERTS)
     tokens = samples(1, 2)
-    found = measured(model, tokens)
+    _, block = decoder_blocks(model)[1]
+    found = measure_sensitivities(Alone(), model, linear_layers(block), tokens)
     logits = model(input_ids=tokens, use_cache=False).logits
     torch.autograd.backward(nn.functional.cross_entropy(logits[0, :1], tokens[0, 1:]))
     experts = model.model.layers[1].mlp.experts
     for name in ("gate_up_proj", "down_proj"):
         for expert, gradient in enumerate(getattr(experts, f"{name}_bias").grad):
-            outputs = found[f"model.layers.1.mlp.experts.{name}.{expert}"].outputs
+            outputs = found[f"mlp.experts.{name}.{expert}"].outputs
             torch.testing.assert_close(outputs, gradient.square(), rtol=1e-3, atol=1e-9)
 
 
@@ -261,12 +244,3 @@ def test_budgets_are_met(seed: int) -> None:
         assert low <= rows <= high
         assert abs(rows - count / num) <= 1
     assert abs(sum(map(math.prod, zip(rows_of, num_out, strict=True))) - budget) < max(num_out)
-
-
-def ask_for_other_shares(rank: int) -> None:
-    allocate(tiny_model("llama"), TOKENS, 0.6 if rank else 0.7)
-
-
-def test_ranks_that_ask_for_other_shares() -> None:
-    for error in run_threads(2, ask_for_other_shares, catch=True):
-        assert "ranks were called with different arguments" in str(error)

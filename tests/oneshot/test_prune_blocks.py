@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 
 from distprune import Block, NByM, PerRow, Unstructured, erk
-from distprune.calibration.moments import Moments
-from distprune.collectives.communicator import Alone
-from distprune.oneshot.driver import prune_rows
 from distprune.oneshot.prune_blocks import prune_blocks
-from distprune.oneshot.retarget import Aim
-from distprune.oneshot.rows import Rows
-from distprune.oneshot.solver import Scored
 from distprune.patterns.base import Pattern
-from distprune.scores.as_score import Wanda
 from tests import oneshot_oracle as oracle, solver_oracle
 from tests.architectures import ONE_SHOT_ARCHITECTURES, tiny_model
 from tests.oneshot.alike import (
@@ -39,7 +31,6 @@ from tests.oneshot.alike import (
     sharded,
     share_alike,
 )
-from tests.pattern_oracle import keep_in_pattern
 from tests.sampling import all_pairs, in_turn, only_whole
 from tests.worlds import ProcessPool
 
@@ -111,26 +102,6 @@ def test_updated_weights_are_the_papers(architecture: str, method: str, pattern:
     for name, weight in matrices(model).items():
         assert float((weight - wanted[name]).norm() / wanted[name].norm()) < 0.02
     check_counts(model, report, method, pattern)
-
-
-def test_blocks_by_the_sums_of_wandas_scores() -> None:
-    torch.manual_seed(0)
-    weight, sums = torch.randn(8, 12), torch.rand(12) * 5
-    rows = Rows(weight.clone(), ((0, 8),), 8, True, "block.m")
-    moments = [Moments(("m",), 3, sums.double(), torch.randn(12).double(), torch.rand(12).double())]
-    outcomes = prune_rows(
-        Alone(),
-        {"m": rows},
-        moments,
-        lambda _: nullcontext(),
-        Aim(),
-        solver=Scored(Wanda(), by_row=True),
-        pattern=Block(2, 0.5, scope="tensor"),
-    )
-    scores = weight.abs() * sums.sqrt()
-    keep = keep_in_pattern(Block(2, 0.5), ["m"], [scores], [torch.ones_like(weight, dtype=torch.bool)])[0]
-    assert torch.equal(rows.weight, weight.masked_fill(~keep, 0))
-    assert outcomes["m"].num_pruned == 48
 
 
 def on_rank(_: int, architecture: str, mesh_shape: tuple[int, ...], cases: list[Case]) -> list[Pruned]:

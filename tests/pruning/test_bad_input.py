@@ -21,7 +21,7 @@ from distprune.collectives.base import has_lost_ranks
 from distprune.collectives.communicator import Alone
 from distprune.patterns.base import Choice, Pattern, Ranked
 from tests.decoder import decoder
-from tests.worlds import drawing, run_threads
+from tests.worlds import all_raise, drawing, run_threads
 
 
 def failing(world_size: int, change: Callable[[int, nn.Module], dict[str, Any]]) -> list[Any]:
@@ -143,9 +143,7 @@ def test_nan_on_one_rank_of_a_sharded_model(pattern: str) -> None:
             weight.to_local().data[0, 0] = torch.nan
         prune_model(model, None if pattern == "2:4" else 0.5, pattern=pattern)
 
-    for error in run_threads(2, on_rank, catch=True):
-        assert isinstance(error, ValueError)
-        assert "'layers.0.up.weight' (1)" in str(error)
+    all_raise(2, on_rank, kind=ValueError, match=r"'layers.0.up.weight' \(1\)")
 
 
 @pytest.mark.parametrize(
@@ -273,9 +271,7 @@ def test_group_that_does_not_span_the_model() -> None:
         weight = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)], src_data_rank=None))
         prune_model(nn.ParameterList([weight]), 0.5, include="*", group=Alone())
 
-    for error in run_threads(2, on_rank, catch=True):
-        assert isinstance(error, ValueError)
-        assert "of the 8 elements of '0' the ranks own 4" in str(error)
+    all_raise(2, on_rank, kind=ValueError, match="of the 8 elements of '0' the ranks own 4")
 
 
 @pytest.mark.parametrize("pattern", ["unstructured", "2:4", "channels:0"])

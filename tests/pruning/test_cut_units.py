@@ -19,7 +19,7 @@ from distprune.shards.layouts import local_shard
 from distprune.shards.local_shard import LocalShard
 from distprune.shards.matrix import Matrix
 from tests.pruning.test_patterns import BASE, traffic
-from tests.worlds import drawing, run_threads
+from tests.worlds import all_raise, drawing, run_threads
 from tests.wrapped import whole
 
 # Where units are cut: 8 bytes to each of two ranks, what is told of one parameter's part to each of two homes, and two
@@ -91,6 +91,11 @@ def test_rows_of_which_a_part_is_missing_are_refused() -> None:
     def changed(shard: LocalShard, rank: int) -> LocalShard:
         return dataclasses.replace(shard, matrix=Matrix(16, 8, transposed=True)) if rank else shard
 
-    for error in run_threads(2, shard_on_rank, lambda: DeviceMesh("cpu", [0, 1]), changed, catch=True):
-        assert isinstance(error, ValueError)
-        assert "ranks do not hold all of the groups or rows of 'w' that they hold parts of" in str(error)
+    all_raise(
+        2,
+        shard_on_rank,
+        lambda: DeviceMesh("cpu", [0, 1]),
+        changed,
+        kind=ValueError,
+        match="ranks do not hold all of the groups or rows of 'w' that they hold parts of",
+    )

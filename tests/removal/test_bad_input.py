@@ -145,17 +145,3 @@ def test_wrappers_that_cannot_follow() -> None:
 def test_layers_that_cannot_leave(sizes: dict[str, Any], kept: list[int], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         check_layers(tiny_model("gpt2", **sizes), kept)
-
-
-def refuse(rank: int, kept: Kept) -> str:
-    model: Any = LAYOUTS["fsdp"](tiny_model("llama"))
-    with pytest.raises(ValueError, match="different arguments") as caught:
-        remove_units(model, {key: index[rank:] for key, index in kept.items()})
-    assert model.config.intermediate_size == 40
-    return str(caught.value)
-
-
-def test_ranks_that_disagree_all_raise() -> None:
-    kept: Kept = {(f"model.layers.{i}", "mlp", "mlp"): torch.arange(21) for i in range(3)}
-    for said in run_threads(2, refuse, kept):
-        assert "ranks were called with different arguments: kept" in said

@@ -117,15 +117,6 @@ def test_more_than_there_are() -> None:
         select(Alone(), [torch.ones(4)], 4, 0, [5])
 
 
-def test_elements_owned_twice() -> None:
-    def on_rank(_: int) -> None:
-        select(communicator(), [torch.ones(4)], 4, 0, [1])
-
-    for error in run_threads(2, on_rank, catch=True):
-        assert isinstance(error, ValueError)
-        assert "owned by exactly one rank" in str(error)
-
-
 def traffic_of(
     num_elements: int, num_tensors: int, dtype: torch.dtype, world_size: int, *, ties: bool = True
 ) -> Traffic:
