@@ -21,9 +21,8 @@ from distprune.calibration.openings import BEGINNINGS, beginnings, chat_opening,
 from distprune.checkpoint.hf_load import load_model, load_tokenizer
 from distprune.models.decoder_blocks import decoder_blocks
 from tests.architectures import ONE_SHOT_ARCHITECTURES, VOCABULARY, samples, tiny_model
-from tests.hf_models import make_model, make_tokenizer
 from tests.oneshot.test_tensor_parallel import parallelized
-from tests.worlds import ProcessPool, all_raise
+from tests.worlds import all_raise, run_threads
 
 OTHERS = {  # states instead of keys and values; a window of attention
     "mamba": {"hidden_size": 24, "num_hidden_layers": 2, "state_size": 8},
@@ -31,6 +30,7 @@ OTHERS = {  # states instead of keys and values; a window of attention
     "gemma2": {**ONE_SHOT_ARCHITECTURES["gemma"], "sliding_window": 4},
 }
 own_words_module = sys.modules["distprune.calibration.own_words"]  # by its name it is the function
+LINES = ["the", "a model", "s"]
 CHAT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
 
 
@@ -75,7 +75,7 @@ def test_steps_that_are_recorded(
     model: Any = tiny_model(architecture, **OTHERS.get(architecture, {}))
     assert not recorded_words.can_record(model, 100)  # on the CPU
     told, written, original = list[int](), list[bool](), recorded_words.write_recorded
-    words = own_words(model, 3, 40, top_k=1), own_words(model, 3, 40, prompts=samples(2, 7))
+    words = own_words(model, 3, 20, top_k=1), own_words(model, 3, 20, prompts=samples(2, 7))
 
     def write(*given: Any) -> torch.Tensor | None:
         texts = original(*given)
@@ -86,12 +86,12 @@ def test_steps_that_are_recorded(
     monkeypatch.setattr(own_words_module, "write_recorded", write)
     monkeypatch.setattr(recorded_words, "recorded", record)
     monkeypatch.setattr(recorded_words, "_REACH", 8)
-    recorded = own_words(model, 3, 40, top_k=1), own_words(model, 3, 40, prompts=samples(2, 7))
+    recorded = own_words(model, 3, 20, top_k=1), own_words(model, 3, 20, prompts=samples(2, 7))
     assert written == [can and record is step_by_step] * len(written)
     assert torch.equal(recorded[0], words[0])
     assert torch.equal(recorded[1], words[1]) or record is waiting or not can  # some draws are thrown away
-    own_words(model, 1, 33, progress=lambda done, _: told.append(done))
-    assert told == list(range(1, 33))
+    own_words(model, 1, 17, progress=lambda done, _: told.append(done))
+    assert told == list(range(1, 17))
 
 
 @pytest.mark.gpu
@@ -145,10 +145,8 @@ def test_windows_hold_texts_that_know_nothing_of_each_other(length: int, num_tex
     assert (own_words(model, 200, 2)[:, 0] > 2).all()  # 0, 1 and 2 are special
 
 
-def test_kinds_of_windows(tmp_path: Path) -> None:
-    make_tokenizer(make_model(tmp_path / "model"))
-    tokenizer: Any = load_tokenizer(tmp_path / "model")
-    model = load_model(tmp_path / "model")
+def test_kinds_of_windows(model_folder: Path) -> None:
+    model, tokenizer = load_model(model_folder), load_tokenizer(model_folder)
     prompts = torch.full((2, 4), 5)
     assert chat_opening(None) == chat_opening(tokenizer) == []
     _, begun = texts_of(model, tokenizer, prompts, None, 98, 31, 0)  # beginnings stand in for chats
@@ -167,24 +165,22 @@ def test_kinds_of_windows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("records", [False, True])
-def test_documents_begin_with_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: bool) -> None:
-    make_tokenizer(make_model(tmp_path / "model"))
-    tokenizer: Any = load_tokenizer(tmp_path / "model")
-    model, lines = load_model(tmp_path / "model"), ["the", "a model", "s"]
+def test_documents_begin_with_whole_lines(model_folder: Path, monkeypatch: pytest.MonkeyPatch, records: bool) -> None:
+    model, tokenizer = load_model(model_folder), load_tokenizer(model_folder)
     if records:
         monkeypatch.setattr(own_words_module, "can_record", lambda *_: True)
         monkeypatch.setattr(recorded_words, "recorded", step_by_step)
         monkeypatch.setattr(model, "generate", None)
     told: list[tuple[int, int]] = []
     how: Any = {"tokenizer": tokenizer, "prompts": torch.full((1, 4), 5), "progress": lambda *done: told.append(done)}
-    words = own_words(model, 4, 64, **how, beginnings=lines, top_k=1)
+    words = own_words(model, 4, 64, **how, beginnings=LINES, top_k=1)
     assert told[-1] == (60 + 6 * 31,) * 2
-    check_begun(model, words, [tokenizer(line)["input_ids"] for line in lines])
+    check_begun(model, tokenizer, words)
 
 
-def check_begun(model: nn.Module, words: torch.Tensor, starts: list[list[int]]) -> None:
-    """Check that of the six texts in ``words`` behind the first window two begin with each of ``starts``."""
-    texts, numbers = words[1:].reshape(6, 32), list[int]()
+def check_begun(model: nn.Module, tokenizer: Any, words: torch.Tensor) -> None:
+    """Check that of the six texts in ``words`` behind the first window two begin with each of ``LINES``."""
+    starts, texts, numbers = tokenizer(LINES)["input_ids"], words[1:].reshape(6, 32), list[int]()
     for text in texts:
         (number,) = [i for i, start in enumerate(starts) if text[: len(start)].tolist() == start]
         numbers.append(number)
@@ -192,36 +188,32 @@ def check_begun(model: nn.Module, words: torch.Tensor, starts: list[list[int]]) 
     assert sorted(numbers) == [0, 0, 1, 1, 2, 2]
 
 
-def begun_on_rank(_: int, folder: Path, layout: str, lines: list[str]) -> torch.Tensor:
+def begun_on_rank(_: int, folder: Path, layout: str) -> torch.Tensor:
     model, told = load_model(folder), list[tuple[int, int]]()
     if layout == "FSDP2":
         for _name, block in decoder_blocks(model):
             fully_shard(block)
     how: Any = {"tokenizer": load_tokenizer(folder), "prompts": torch.full((1, 4), 5), "cache_memory": 1, "top_k": 1}
-    words = own_words(model, 4, 64, **how, beginnings=lines, progress=lambda *done: told.append(done))
+    words = own_words(model, 4, 64, **how, beginnings=LINES, progress=lambda *done: told.append(done))
     assert told[-1] == (60 + 6 * 31,) * 2
     return words
 
 
 @pytest.mark.parametrize("layout", ["copies", "FSDP2"])
-def test_documents_begin_with_whole_lines_over_ranks(pool: ProcessPool, tmp_path: Path, layout: str) -> None:
+def test_documents_begin_with_whole_lines_over_ranks(model_folder: Path, layout: str) -> None:
     """One text at a time on each rank: their prompts differ in length, and all take as many steps."""
-    make_tokenizer(make_model(tmp_path / "model"))
-    tokenizer: Any = load_tokenizer(tmp_path / "model")
-    lines = ["the", "a model", "s"]
-    one, other = pool.run(2, begun_on_rank, tmp_path / "model", layout, lines)
+    one, other = run_threads(2, begun_on_rank, model_folder, layout)
     assert torch.equal(one, other)
-    check_begun(load_model(tmp_path / "model"), one, [tokenizer(line)["input_ids"] for line in lines])
+    check_begun(load_model(model_folder), load_tokenizer(model_folder), one)
 
 
-def test_beginnings_that_a_tokenizer_does_not_know(tmp_path: Path) -> None:
-    make_tokenizer(make_model(tmp_path / "model"))
-    tokenizer: Any = load_tokenizer(tmp_path / "model")
+def test_beginnings_that_a_tokenizer_does_not_know(model_folder: Path) -> None:
+    tokenizer = load_tokenizer(model_folder)
     known = {tokenizer.convert_tokens_to_ids(text[0]) for text in BEGINNINGS} - {tokenizer.unk_token_id}
     assert {ids[0] for ids in beginnings(tokenizer, None)} == known
     assert len(known) < len({text[0] for text in BEGINNINGS})
     tokenizer.decode = lambda _: "\ufffd"
-    texts = texts_of(load_model(tmp_path / "model"), tokenizer, torch.full((2, 4), 5), None, 98, 31, 0)
+    texts = texts_of(load_model(model_folder), tokenizer, torch.full((2, 4), 5), None, 98, 31, 0)
     assert [(text.prompts.shape, text.windows[0]) for text in texts] == [((2, 4), 0), ((96, 1), 2)]  # random tokens
 
 
@@ -251,9 +243,9 @@ def written_on_rank(_: int, architecture: str, layout: str) -> list[torch.Tensor
     ("architecture", "layout"),
     [("llama", "copies"), ("llama", "FSDP2"), ("mixtral", "FSDP2"), ("llama", "tensor parallel")],
 )
-def test_over_ranks(pool: ProcessPool, architecture: str, layout: str) -> None:
+def test_over_ranks(architecture: str, layout: str) -> None:
     model = tiny_model(architecture, num_key_value_heads=2)
-    both = pool.run(2, written_on_rank, architecture, layout)
+    both = run_threads(2, written_on_rank, architecture, layout)
     assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
     *greedy, drawn, again = both[0]
     assert all(torch.equal(words, likeliest(model, words, 1)) for words in greedy)
@@ -303,8 +295,8 @@ def failing_while_gathered(rank: int) -> str:
     return ""
 
 
-def test_what_one_rank_raises_between_gathers_all_raise(pool: ProcessPool) -> None:
-    assert all("division by zero" in said for said in pool.run(2, failing_while_gathered))
+def test_what_one_rank_raises_between_gathers_all_raise() -> None:
+    assert all("division by zero" in said for said in run_threads(2, failing_while_gathered))
 
 
 def test_what_cannot_write_is_refused() -> None:
@@ -365,9 +357,8 @@ def test_samples_that_the_model_writes(call: str) -> None:
         (["a model"], "the beginning 'a model' has 7 tokens, where a text has 6"),
     ],
 )
-def test_beginnings_that_are_refused(tmp_path: Path, lines: Any, message: str) -> None:
-    make_tokenizer(make_model(tmp_path / "model"))
-    model, tokenizer = load_model(tmp_path / "model"), load_tokenizer(tmp_path / "model")
+def test_beginnings_that_are_refused(model_folder: Path, lines: Any, message: str) -> None:
+    model, tokenizer = load_model(model_folder), load_tokenizer(model_folder)
     with pytest.raises(ValueError, match=message):
         own_words(model, 2, 6, tokenizer=tokenizer, beginnings=lines)
     with pytest.raises(ValueError, match="needs a tokenizer"):

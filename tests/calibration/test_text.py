@@ -8,12 +8,11 @@ import pytest
 
 from distprune.calibration.text import tokenize_file
 from distprune.checkpoint.hf_load import load_tokenizer
-from tests.hf_models import TEXT, make_model, make_tokenizer
+from tests.hf_models import TEXT
 
 
-def test_first_tokens_of_a_file(tmp_path: Path) -> None:
-    make_tokenizer(make_model(tmp_path / "model"))
-    tokenizer = load_tokenizer(tmp_path / "model")
+def test_first_tokens_of_a_file(tmp_path: Path, model_folder: Path) -> None:
+    tokenizer = load_tokenizer(model_folder)
     text, lines = tmp_path / "text", tmp_path / "text.jsonl"
     text.write_text(TEXT)
     tokens = tokenize_file(tokenizer, text, max_tokens=100, sequence_length=10)

@@ -35,6 +35,7 @@ def goes_on(job: Any) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(2)
 def test_sub_folders_come_along(make: Callable[[str], Any], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = make(kind)
     model, output = Path(job.model), Path(job.output)
@@ -109,6 +110,7 @@ def test_an_output_that_is_filled_while_a_job_works_costs_nothing(
 
 
 @pytest.mark.parametrize("kind", RESUMABLE)
+@pytest.mark.sampled(2)
 def test_killed_when_its_output_is_there_nothing_is_in_the_way(
     make: Callable[[str], Any], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
