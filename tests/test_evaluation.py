@@ -18,7 +18,7 @@ from distprune.evaluation import Continuation, log_likelihoods, perplexities, pe
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 from tests.hf_models import make_model
 from tests.oneshot.test_tensor_parallel import parallelized
-from tests.worlds import ProcessPool, drawing, run_threads
+from tests.worlds import ProcessPool, drawing
 
 
 def on_rank(_: int, folder: Path, tokens: torch.Tensor) -> float:
@@ -207,26 +207,3 @@ def test_ranks_of_one_sample_run_the_same_windows(pool: ProcessPool, shape: tupl
     wanted = perplexity(tiny_model("llama", num_key_value_heads=2), tokens, sequence_length=16)
     results = pool.run(math.prod(shape), parallel_on_rank, shape, tokens)
     assert results == [pytest.approx(wanted, rel=1e-5)] * math.prod(shape)
-
-
-def failing_on_rank(rank: int, where: str) -> float:
-    model, tokens = make_bigram(), make_tokens(36)
-
-    def progress(done: int, _: int) -> None:
-        if rank == 1 and done == 4 and where == "progress":
-            raise OSError("boom")
-
-    if rank == 1 and where == "forward":
-        model.table.register_forward_pre_hook(lambda *_: 1 / 0)
-    length = 0 if rank == 1 and where == "arguments" else 6
-    return perplexity(model, tokens, sequence_length=length, progress=progress, batch_tokens=6)
-
-
-@pytest.mark.parametrize(
-    ("where", "message"), [("arguments", "make no window"), ("forward", "division by zero"), ("progress", "boom")]
-)
-def test_what_one_rank_raises_all_raise(where: str, message: str) -> None:
-    first, second = run_threads(2, failing_on_rank, where, catch=True)
-    assert str(first).startswith("rank 1 of 2: ")
-    assert message in str(first)
-    assert message in str(second)

@@ -267,6 +267,10 @@ DISAGREEMENTS: list[tuple[Callable[[int], object], str]] = [
     (lambda rank: blocks(samples="self" if rank else TOKENS), "called with different arguments"),
     (lambda rank: shares(sparsity=0.6 + rank / 10), "called with different arguments"),
     (lambda rank: shares(samples="self" if rank else TOKENS), "called with different arguments"),
+    (
+        lambda rank: prune.perplexity(tiny_model("llama"), TOKENS.flatten(), sequence_length=(6, 0)[rank]),
+        "make no window",
+    ),
     (lambda rank: shrink(mlp=0.5 + rank / 10), "called with different arguments"),
     (lambda rank: units("llama", {"mlp": 30 + rank}), "called with different arguments"),
     (lambda rank: prune.own_words(tiny_model("llama"), 2, 5, seed=rank), "different arguments: asked"),

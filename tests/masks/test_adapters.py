@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -69,11 +70,6 @@ def merged_on_rank(_: int, layout: str) -> None:
         assert torch.equal(whole(now), torch.where(was == 0, 0.0, was + 0.25) if has_update else was)
 
 
-@pytest.mark.parametrize("layout", ["plain", "fsdp2"])
-def test_zeros_stay(pool: ProcessPool, layout: str) -> None:
-    pool.run(1 if layout == "plain" else 2, merged_on_rank, layout)
-
-
 def merged_into_masks(_: int, layout: str) -> None:
     base = transformer()
     model = PeftModel(base, NAMES)
@@ -91,11 +87,6 @@ def merged_into_masks(_: int, layout: str) -> None:
         layer: Any = merged.get_submodule(name)
         assert torch.equal(whole(layer.weight), (was + 0.25) * whole(mask))
         assert prune.is_pruned(layer)
-
-
-@pytest.mark.parametrize("layout", ["plain", "fsdp2"])
-def test_masks_stay(pool: ProcessPool, layout: str) -> None:
-    pool.run(1 if layout == "plain" else 2, merged_into_masks, layout)
 
 
 def test_a_merge_that_fails() -> None:
@@ -148,8 +139,9 @@ def saved_on_rank(_: int, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["plain", "fsdp2"])
-def test_what_is_trained_whole_keeps_its_zeros(pool: ProcessPool, layout: str) -> None:
-    pool.run(1 if layout == "plain" else 2, saved_on_rank, layout)
+@pytest.mark.parametrize("merged", [merged_on_rank, merged_into_masks, saved_on_rank])
+def test_zeros_stay(pool: ProcessPool, merged: Callable[[int, str], None], layout: str) -> None:
+    pool.run(1 if layout == "plain" else 2, merged, layout)
 
 
 def fsdp1_on_rank(_: int) -> None:

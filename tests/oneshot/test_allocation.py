@@ -20,9 +20,9 @@ from distprune.oneshot.allocation import Bounds, below_one_threshold, whole_rows
 from tests import allocation_oracle as oracle
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 from tests.oneshot.alike import TOKENS, matrices, sharded
-from tests.oneshot.test_errors import boom_at, check_all_raise
+from tests.oneshot.test_errors import check_all_raise
 from tests.oneshot.test_tensor_parallel import make, wrapped
-from tests.worlds import ProcessPool, run_threads
+from tests.worlds import ProcessPool
 
 SHARE = 0.6
 
@@ -170,43 +170,6 @@ def not_finite(rank: int, where: str, shard: bool) -> None:
 @pytest.mark.sampled(2)
 def test_not_finite(where: str, match: str, shard: bool) -> None:
     check_all_raise(2, not_finite, where, shard, match=match)
-
-
-def forward_fails(rank: int, num_calls: int) -> list[Any]:
-    model: Any = tiny_model("llama")
-    before = state_of(model)
-    down = model.model.layers[1].mlp.down_proj
-    if rank == 1:
-        down.forward = boom_at(num_calls, down.forward)
-    try:
-        allocate(model, TOKENS, SHARE, batch_tokens=1)
-    finally:
-        vars(down).pop("forward", None)
-        assert [state[0] for state in state_of(model)[0]] == [state[0] for state in before[0]]
-        assert all(parameter.requires_grad for parameter in model.parameters())
-        assert not any("forward" in vars(module) for module in model.modules())
-    return before
-
-
-@pytest.mark.parametrize("num_calls", [0, 1, 2])  # forward, once more for the gradients, the next sample
-def test_a_forward_fails(num_calls: int) -> None:
-    check_all_raise(2, forward_fails, num_calls)
-
-
-def fails_and_goes_on(_: int) -> dict[str, float]:
-    model: Any = sharded(tiny_model("llama"))
-    down = model.model.layers[1].mlp.down_proj
-    down.forward = boom_at(0, down.forward)
-    with pytest.raises(OSError, match="boom"):
-        allocate(model, TOKENS, SHARE)
-    del down.forward
-    return allocate(model, TOKENS, SHARE)
-
-
-@pytest.mark.whole
-def test_a_sharded_model_goes_on_after_an_error() -> None:
-    for found in run_threads(2, fails_and_goes_on):
-        check_found(tiny_model("llama"), found, allocate(tiny_model("llama"), TOKENS, SHARE))
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.05, 0.95, 1.0])

@@ -34,6 +34,7 @@ CALLS: dict[str, Callable[[nn.Module], object]] = {
     "perplexity": lambda model: prune.perplexity(model, TOKENS.flatten(), sequence_length=8, batch_tokens=8),
     "log_likelihoods": lambda model: log_likelihoods(model, ragged(), batch_tokens=16).tolist(),
     "allocate": lambda model: prune.allocate(model, TOKENS, 0.5),
+    "own_words": lambda model: prune.own_words(model, 4, 6, cache_memory=1),  # one at a time, gathered block by block
     "order_layers": lambda model: order_layers(model, TOKENS, 1),
     "shrink_model": lambda model: shrink_model(model, TOKENS, layers=1),
 }
