@@ -12,15 +12,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from transformers import T5Config, T5ForConditionalGeneration
 
 from distprune import allocate, own_words, prune_blocks, shrink_model
 from distprune.calibration import recorded_words
 from distprune.calibration.openings import BEGINNINGS, beginnings, chat_opening, texts_of
 from distprune.checkpoint.hf_load import load_model, load_tokenizer
-from distprune.models.decoder_blocks import decoder_blocks
 from tests.architectures import ONE_SHOT_ARCHITECTURES, VOCABULARY, samples, tiny_model
+from tests.oneshot.alike import sharded
 from tests.oneshot.test_tensor_parallel import parallelized
 from tests.worlds import all_raise, run_threads
 
@@ -190,9 +189,7 @@ def check_begun(model: nn.Module, tokenizer: Any, words: torch.Tensor) -> None:
 
 def begun_on_rank(_: int, folder: Path, layout: str) -> torch.Tensor:
     model, told = load_model(folder), list[tuple[int, int]]()
-    if layout == "FSDP2":
-        for _name, block in decoder_blocks(model):
-            fully_shard(block)
+    model = sharded(model) if layout == "FSDP2" else model
     how: Any = {"tokenizer": load_tokenizer(folder), "prompts": torch.full((1, 4), 5), "cache_memory": 1, "top_k": 1}
     words = own_words(model, 4, 64, **how, beginnings=LINES, progress=lambda *done: told.append(done))
     assert told[-1] == (60 + 6 * 31,) * 2
@@ -217,20 +214,12 @@ def test_beginnings_that_a_tokenizer_does_not_know(model_folder: Path) -> None:
     assert [(text.prompts.shape, text.windows[0]) for text in texts] == [((2, 4), 0), ((96, 1), 2)]  # random tokens
 
 
-def sharded(architecture: str, layout: str, **changes: Any) -> nn.Module:
-    if layout == "tensor parallel":
-        return parallelized(architecture, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"])
-    model = tiny_model(architecture, **changes)
-    if layout == "FSDP2":
-        mesh = init_device_mesh("cpu", (2,))
-        for _, block in decoder_blocks(model):
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    return model
-
-
 def written_on_rank(_: int, architecture: str, layout: str) -> list[torch.Tensor]:
-    model = sharded(architecture, layout, num_key_value_heads=2)
+    if layout == "tensor parallel":
+        model = parallelized(architecture, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"])
+    else:
+        model = tiny_model(architecture, num_key_value_heads=2)
+        model = sharded(model) if layout == "FSDP2" else model
     first = next(model.parameters())
     # Together; and one at a time, gathered block by block; and where the other rank has nothing to do.
     words = [own_words(model, 5, 8, top_k=1), own_words(model, 5, 8, top_k=1, cache_memory=1)]

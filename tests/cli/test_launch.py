@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -94,14 +93,6 @@ def test_likely_rank() -> None:
     assert [likely_rank(variables) for variables, _ in cases] == [rank for _, rank in cases]
 
 
-@pytest.fixture
-def _restored_signals() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-@pytest.mark.usefixtures("_restored_signals")
 @pytest.mark.parametrize(("local_size", "said", "threads"), [(1, None, 8), (4, None, 2), (16, None, 1), (4, "8", 8)])
 def test_ranks_share_the_cores(
     monkeypatch: pytest.MonkeyPatch, local_size: int, said: str | None, threads: int
@@ -123,7 +114,6 @@ def test_cuda_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         start_ranks("cuda", 10)
 
 
-@pytest.mark.usefixtures("_restored_signals")
 def test_sigterm_unwinds_the_stack_until_the_work_is_done() -> None:
     start_ranks("cpu", 10)
     with pytest.raises(SystemExit, match="143"):

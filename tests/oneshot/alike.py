@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from distprune import Block, NByM, PerRow, Unstructured
 from distprune.models.decoder_blocks import decoder_blocks
@@ -18,6 +17,7 @@ from distprune.oneshot.report import OneShotReport
 from distprune.patterns.base import Pattern
 from tests import oneshot_oracle as oracle
 from tests.architectures import samples
+from tests.removal.layouts import shard
 from tests.wrapped import whole
 
 # The method as it is by default, or "sequential targets" in front of it; "permuted" before all.
@@ -128,11 +128,7 @@ def pruned(model: nn.Module, case: Case, tokens: torch.Tensor = TOKENS) -> Prune
 def sharded(model: nn.Module, mesh_shape: tuple[int, ...] | None = None) -> nn.Module:
     """Apply FSDP2, or HSDP on a mesh of two axes, to each block and the root."""
     shape = mesh_shape or (torch.distributed.get_world_size(),)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    for _, block in decoder_blocks(model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
+    return shard(model, init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]))
 
 
 def check_ranks(

@@ -9,38 +9,36 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from distprune import NByM, PerRow
 from distprune.models.decoder_blocks import decoder_blocks
 from tests.architectures import samples, tiny_model
 from tests.oneshot.alike import BLOCKS, FEW, HALF, TARGETS, TOKENS, Case, Pruned, check_ranks, pruned
+from tests.removal.layouts import ATTENTION, QKV, columns, gated, shard
 from tests.sampling import in_turn, only_whole
 from tests.worlds import ProcessPool
 
-ATTENTION = {f"self_attn.{kind}_proj": ColwiseParallel for kind in "qkv"}
-MLP = {"mlp.gate_proj": ColwiseParallel, "mlp.up_proj": ColwiseParallel, "mlp.down_proj": RowwiseParallel}
+MLP = gated("mlp")
 # torch takes plain local tensors for even parts.
 UNEVEN = {f"mlp.{kind}_proj": partial(ColwiseParallel, use_local_output=False) for kind in ("gate", "up")}
 # By name: the architecture, what is changed in its configuration so that 2 ranks can halve it, and the plan.
 PLANS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "llama": ("llama", {"num_key_value_heads": 2}, {**ATTENTION, "self_attn.o_proj": RowwiseParallel, **MLP}),
+    "llama": ("llama", {"num_key_value_heads": 2}, {**ATTENTION, **MLP}),
     "phi": (
         "phi",
         {},
-        {**ATTENTION, "self_attn.dense": RowwiseParallel, "mlp.fc1": ColwiseParallel, "mlp.fc2": RowwiseParallel},
+        {**QKV, "self_attn.dense": RowwiseParallel, "mlp.fc1": ColwiseParallel, "mlp.fc2": RowwiseParallel},
     ),
     "llama-mlp": ("llama", {}, MLP),  # attention whole on every rank
     "llama-wide": (  # inputs of more than one and two blocks of SparseGPT's columns
         "llama",
         {"hidden_size": 160, "intermediate_size": 272, "num_key_value_heads": 2, "num_hidden_layers": 1},
-        {**ATTENTION, "self_attn.o_proj": RowwiseParallel, **MLP},
+        {**ATTENTION, **MLP},
     ),
     # Of the one feature between the layers of an MLP the second rank has none.
     "llama-narrow": ("llama", {"intermediate_size": 1, "num_key_value_heads": 2}, {**MLP, **UNEVEN}),
-    "mixtral-attention": ("mixtral", {"num_key_value_heads": 2}, {**ATTENTION, "self_attn.o_proj": RowwiseParallel}),
+    "mixtral-attention": ("mixtral", {"num_key_value_heads": 2}, ATTENTION),
 }
 AXES = ("replicate", "shard", "tp")
 
@@ -67,16 +65,8 @@ def wrapped(layout: str, plan: str) -> nn.Module:
     if layout == "copies-tp":  # as under DDP: each tensor-parallel group has the whole model
         return model
     data_mesh = mesh["replicate", "shard"] if layout == "hsdp-tp" else mesh["shard"]
-    place = columns if layout == "fsdp-columns-tp" else None
-    for _, block in decoder_blocks(model):
-        fully_shard(block, mesh=data_mesh, shard_placement_fn=place)
-    fully_shard(model, mesh=data_mesh)
-    return model
-
-
-def columns(parameter: nn.Parameter) -> Shard | None:
-    """Along the inputs, which row-wise layers are cut along already."""
-    return Shard(1) if parameter.ndim == 2 else None
+    # By columns: along the inputs, which row-wise layers are cut along already.
+    return shard(model, data_mesh, shard_placement_fn=columns if layout == "fsdp-columns-tp" else None)
 
 
 def on_rank(_: int, layout: str, plan: str, cases: list[Case], tokens: torch.Tensor) -> list[Pruned]:

@@ -19,10 +19,8 @@ from distprune.models.decoder_blocks import decoder_blocks
 
 __all__ = ["LAYOUTS", "PLANS"]
 
-ATTENTION: dict[str, Any] = {
-    **{f"self_attn.{kind}_proj": ColwiseParallel for kind in "qkv"},
-    "self_attn.o_proj": RowwiseParallel,
-}
+QKV: dict[str, Any] = {f"self_attn.{kind}_proj": ColwiseParallel for kind in "qkv"}
+ATTENTION: dict[str, Any] = {**QKV, "self_attn.o_proj": RowwiseParallel}
 
 
 def gated(place: str) -> dict[str, Any]:
