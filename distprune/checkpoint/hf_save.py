@@ -36,13 +36,15 @@ from distprune.checkpoint.outputs import writing
 from distprune.checkpoint.regions import Region, Shape, extents, fitted, regions_by_name
 from distprune.checkpoint.stored_slices import Progress, fill_from_file, write_shards
 from distprune.checkpoint.weight_file import WeightFile, begin_file, planned, read_weight_file
-from distprune.collectives.agree import agree, together
+from distprune.collectives.agree import together
 from distprune.collectives.communicator import Group, communicator
+from distprune.collectives.roster import Member, agreed_roster
 from distprune.collectives.slow import work_together
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.find_shards import check_model
-from distprune.shards.layouts import local_shard
+from distprune.shards.layouts import is_held, local_shard
 from distprune.shards.local_shard import LocalShard
+from distprune.shards.parts import check_parts, with_owners
 
 
 def save(
@@ -79,7 +81,7 @@ def save(
         ImportError: on every rank: the extra ``hf`` is not installed.
         FileExistsError, OSError: on every rank: ``directory`` is not empty, or cannot be written.
         ValueError: on every rank: the source is not known, or holds other tensors than ``model``, such as those of a
-            model whose masks are not removed; ``directory`` is the source.
+            model whose masks are not removed; ``directory`` is the source; ranks hold different copies of a tensor.
     """
     comm = communicator(group)
     with together(comm):
@@ -116,13 +118,14 @@ def save_model(
     model's. The bytes are the same whatever the number of ranks and the layout. Tokenizer, config and the other small
     files are copied; the config of a model with other sizes than ``source`` is the model's own.
 
-    Every rank of ``group`` must call it. Communicates four rounds of 64 bytes, to agree and to raise together, and for
-    each file what :meth:`ModelWriter.write` does.
+    Every rank of ``group`` must call it. Communicates what making a :class:`ModelWriter` does, two rounds of 64 bytes,
+    and for each file what :meth:`ModelWriter.write` does.
 
     Raises:
         OSError: on every rank: the disk is full or not writable.
         ValueError: on every rank: the model's tensors are not those of ``source`` in name, or have other shapes than
-            its config makes; or ranks were given different arguments, or models of different dtypes.
+            its config makes; or ranks were given different arguments, or models of different dtypes; copies differ, or
+            elements are held by no rank.
         NotImplementedError: on every rank: ``layers`` whose tensors are not stored under their numbers.
     """
     writer = ModelWriter(model, source, layers=layers, group=group)
@@ -148,7 +151,8 @@ class ModelWriter:
 
     Noun: a *stored* name is that of a tensor of ``source``; it is written under its new name where layers were removed.
 
-    Every rank of ``group`` must make one: two rounds of 64 bytes; raises as :func:`save_model`.
+    Every rank of ``group`` must make one: two rounds of 64 bytes, up to four more if ranks hold different tensors, and
+    that of ``check_parts``; raises as :func:`save_model`.
     """
 
     def __init__(
@@ -156,14 +160,29 @@ class ModelWriter:
     ) -> None:
         self.comm, self._source = communicator(group), source
         with together(self.comm):
-            shards = {name: local_shard(name, tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+            state = model.state_dict(keep_vars=True)
+            shards = {name: local_shard(name, tensor) for name, tensor in state.items()}
             tensors, self._config = _tensors_left(model, source, layers)
-            # This rank's parts of each tensor, one in each of its regions; and what the model calls the first.
-            self._parts = {stored: _parts_of(shape, regions, shards) for stored, (shape, regions) in tensors.items()}
+            # What the model calls the first region of each stored tensor.
             self._names = {stored: regions[0].name for stored, (_, regions) in tensors.items()}
-            dtypes = [str(parts[0].local.dtype) for parts in self._parts.values()]
+            names = dict.fromkeys(region.name for _, regions in tensors.values() for region in regions)
+            held = [shards[name] for name in names if is_held(state[name])]
+            members = [Member(shard.name, shard.shape, str(shard.local.dtype), shard.layout) for shard in held]
+            dtypes = [str(shards[name].local.dtype) for name in self._names.values()]
             facts = {"source": source.fingerprint(), "dtypes": dtypes, "layers": layers}
-        agree(self.comm, facts)
+        roster = agreed_roster(self.comm, facts, members)
+        # This rank's parts of each stored tensor, one in each of its regions.
+        self._parts: dict[str, list[LocalShard]] = {}
+
+        def settled() -> list[LocalShard]:
+            if absent := [*names.keys() - roster.index().keys()]:
+                raise ValueError(f"no rank holds {sorted(absent)[:5]}: pass a group of all ranks that hold a part")
+            owned = with_owners(self.comm, roster, held)
+            shards.update({shard.name: shard for shard in owned})
+            self._parts = {stored: _parts_of(shape, regions, shards) for stored, (shape, regions) in tensors.items()}
+            return owned
+
+        check_parts(self.comm, roster, settled)
 
     def stored_in(self, file: WeightFile) -> list[str]:
         """Return the stored names of what is left of a ``file`` of the source. Local."""
@@ -190,11 +209,8 @@ class ModelWriter:
         return sum(part.local.nbytes for name in stored for part in self._owned(name))
 
     def _owned(self, stored: str) -> list[LocalShard]:
-        """Return the parts of a tensor that this rank writes; the first one writes what is on every rank."""
-        comm = self.comm
-        rank, first = comm.global_rank(comm.rank), comm.global_rank(0)
-        parts = [part.owned_by(rank, first, comm.size) for part in self._parts[stored]]
-        return [part for part in parts if part.owned and part.local.numel()]
+        """Return the parts of a tensor that this rank writes: of copies the first rank's."""
+        return [part for part in self._parts[stored] if part.owned and part.local.numel()]
 
     def write(self, path: Path, stored: Sequence[str], progress: Progress = None) -> None:
         """Write these tensors into the file ``path``, whole or not at all; every rank writes its own elements.

@@ -11,12 +11,12 @@ import heapq
 import itertools
 import re
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
-from distprune.collectives.agree import each_different
+from distprune.collectives.agree import check_facts, each_different, same_everywhere
 from distprune.collectives.base import Communicator
 
 
@@ -64,6 +64,20 @@ class Roster:
     def index(self) -> dict[str, int]:
         """Return the place of every name."""
         return {member.name: i for i, member in enumerate(self.members)}
+
+
+def agreed_roster(comm: Communicator, facts: Mapping[str, object], members: Sequence[Member]) -> Roster:
+    """Return the roster of what the ranks hold, who all must state the same ``facts``. Every rank must call it.
+
+    One round of 64 bytes if all ranks hold the same members, else those of ``check_facts`` and ``roster_of_all`` more.
+
+    Raises:
+        ValueError: on every rank: facts differ, or the lists of members do not fit together.
+    """
+    if same_everywhere(comm, [facts, [dataclasses.astuple(member) for member in members]])[0]:
+        return roster_of_one(comm, members)
+    check_facts(comm, facts)
+    return roster_of_all(comm, members)
 
 
 def roster_of_one(comm: Communicator, members: Sequence[Member], *, on_gpu: bool = False) -> Roster:

@@ -25,7 +25,7 @@ class BlockFiles:
 
     ``layers``: their indices (``None``: all). A block is finished when its report is recorded, behind its file.
 
-    Every rank must make one: three rounds of 64 bytes; raises as :class:`ModelWriter`.
+    Every rank must make one: that of a :class:`ModelWriter`, as which it raises, and a round of 64 bytes.
     """
 
     def __init__(

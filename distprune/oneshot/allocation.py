@@ -27,13 +27,13 @@ from distprune.models.find_shards import Found
 from distprune.models.linear_layers import LinearLayer, expert_place
 from distprune.oneshot.plan import make_plan
 from distprune.oneshot.recipe import Recipe
-from distprune.patterns.census import check_parts
 from distprune.patterns.within_rows import PerRow
 from distprune.pruning.agreement import agreeing
 from distprune.shards.device import fetched, on_host, own_settings, row_chunks, sent
 from distprune.shards.geometry import Geometry
 from distprune.shards.local_shard import LocalShard
 from distprune.shards.matrix import LocalMatrix, Matrix
+from distprune.shards.parts import check_parts
 
 Allocation = Literal["uniform", "gradients"]
 Bounds = tuple[int, int]  # the least and the most

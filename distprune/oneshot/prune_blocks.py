@@ -24,12 +24,12 @@ from distprune.oneshot.recipe import BlockRefit, OneShotMethod, Permute, Recipe,
 from distprune.oneshot.report import Meter, OneShotReport
 from distprune.oneshot.solver import Scored, Solver
 from distprune.patterns.base import Pattern
-from distprune.patterns.census import check_parts
 from distprune.pruning.agreement import agreeing
 from distprune.scores.base import Score
 from distprune.scores.random import Random
 from distprune.shards.device import fetched
 from distprune.shards.local_shard import LocalShard, flat_chunks
+from distprune.shards.parts import check_parts
 
 
 @with_hints

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from distprune.shards.device import fetched
 from distprune.shards.layouts import is_laid_out_like, local_of, local_part
 from distprune.shards.local_shard import LocalShard
 from distprune.shards.parameter_range import gradients_of
+from distprune.shards.parts import with_owners
 
 Facts = Mapping[str, object]
 
@@ -67,12 +67,7 @@ class Agreed:
 
     def shards(self) -> list[LocalShard]:
         """Return this rank's shards, with their owners settled. No communication."""
-        holders, shards = dict(zip(self.roster.index(), self.roster.holders, strict=True)), []
-        global_rank = cache(self.comm.global_rank)
-        for shard in self.found.shards:
-            ranks = holders[shard.name]
-            shards.append(shard.owned_by(global_rank(self.comm.rank), global_rank(ranks[0]), len(ranks)))
-        return shards
+        return with_owners(self.comm, self.roster, self.found.shards)
 
 
 @contextmanager

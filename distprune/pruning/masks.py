@@ -24,7 +24,6 @@ from distprune.collectives.roster import Roster
 from distprune.formatting import one_line, share
 from distprune.masks.in_place import zero_where_pruned
 from distprune.models.find_shards import NamePattern, is_sharded
-from distprune.patterns.census import check_parts
 from distprune.pruning.agreement import NamedWeights, sum_zeros
 from distprune.pruning.present import present, values_now
 from distprune.pruning.torch_api.functions import put_masks
@@ -32,6 +31,7 @@ from distprune.shards.device import own_settings
 from distprune.shards.fsdp2 import Fsdp2Params
 from distprune.shards.layouts import dtensor_like
 from distprune.shards.local_shard import LocalShard
+from distprune.shards.parts import check_parts
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from distprune.oneshot.recipe import Recipe, TargetsOf, check_can_fit, chosen, f
 from distprune.oneshot.report import BlockReport, LayerReport, Meter, OneShotReport
 from distprune.oneshot.retarget import Aim
 from distprune.oneshot.rows import Rows
-from distprune.patterns.census import check_parts
 from distprune.patterns.unstructured import Unstructured
 from distprune.pruning.agreement import agreeing
 from distprune.removal.criteria import Criterion, CriterionName, criterion_of
@@ -35,6 +34,7 @@ from distprune.removal.remover import Refit, UnitRemover
 from distprune.shards.geometry import indices_of
 from distprune.shards.layouts import local_shard
 from distprune.shards.local_shard import cut
+from distprune.shards.parts import check_parts
 
 OnBlockUnits = Callable[[int, BlockReport, Kept], None]
 

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.device_mesh import init_device_mesh
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distprune import prune_model
 from distprune.checkpoint.hf_directory import open_directory
@@ -90,6 +91,49 @@ def test_columns_cut_by_shards(tmp_path: Path, architecture: str) -> None:
     run_threads(2, save)
     written, source = load_file(target / "model.safetensors"), load_file(folder / "model.safetensors")
     assert all(torch.equal(written[name], source[name]) for name in source)
+
+
+@pytest.mark.parametrize("rows", [Shard(0), Replicate()])
+def test_a_weight_that_the_first_rank_does_not_hold(tmp_path: Path, rows: Placement) -> None:
+    folder, target = make_model(tmp_path / "model"), tmp_path / "out"
+    target.mkdir()
+
+    def save(rank: int) -> None:
+        model, mesh = load_model(folder), DeviceMesh("cpu", [1, 2])
+        layer: Any = model.get_submodule("model.layers.1.mlp.up_proj")
+        whole = layer.weight.detach()
+        local = whole if rows.is_replicate() else whole.tensor_split(2)[max(rank - 1, 0)]
+        local = local.clone() if rank else whole.new_empty(0)
+        part = DTensor.from_local(local, mesh, [rows], run_check=False, shape=whole.shape, stride=whole.stride())
+        layer.weight = torch.nn.Parameter(part)
+        save_model(model, open_directory(folder), target)
+
+    run_threads(3, save)
+    written, source = load_file(target / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert all(torch.equal(written[name], source[name]) for name in source)
+
+
+@pytest.mark.parametrize("wrong", ["differs", "nobody's"])
+def test_weights_that_have_no_one_value(tmp_path: Path, wrong: str) -> None:
+    folder, target = make_model(tmp_path / "model"), tmp_path / "out"
+    target.mkdir()
+
+    def save(rank: int) -> None:
+        model, mesh = load_model(folder), DeviceMesh("cpu", [2])
+        group = dist.new_group([0, 1])
+        layer: Any = model.get_submodule("model.layers.1.mlp.up_proj")
+        if wrong == "differs":
+            with torch.no_grad():
+                layer.weight[0, 0] += rank
+        else:
+            layer.weight = torch.nn.Parameter(DTensor.from_local(layer.weight.detach(), mesh, run_check=False))
+        if rank < 2:
+            save_model(model, open_directory(folder), target, group=group)
+
+    for error in run_threads(3, save, catch=True)[:2]:
+        assert isinstance(error, ValueError)
+        assert {"differs": "hold different", "nobody's": "no rank holds"}[wrong] in str(error)
+    assert list(target.iterdir()) == []
 
 
 @pytest.mark.parametrize("change", ["absent", "added", "shape"])

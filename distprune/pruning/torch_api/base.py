@@ -20,13 +20,13 @@ from distprune.collectives.communicator import Alone, Group, communicator
 from distprune.masks.reparametrized import product, reparametrize, undo_reparametrization
 from distprune.models.find_shards import Found
 from distprune.patterns.base import Pattern, Ranked, Scope
-from distprune.patterns.census import check_parts
 from distprune.pruning.agreement import Agreed, agreeing, choose_masks, fitted
 from distprune.pruning.torch_api.targets import Hook, Pairs, Scores, Target, facts, find_targets, plain
 from distprune.pruning.torch_api.users_mask import check_type, mask_by_user, masks_by_users, pruning_type
 from distprune.scores.base import LocalScores, Score
 from distprune.shards.layouts import dtensor_like, is_held, local_of, local_part, local_shard
 from distprune.shards.local_shard import LocalShard
+from distprune.shards.parts import check_parts
 
 
 class BasePruningMethod(torch_prune.BasePruningMethod):

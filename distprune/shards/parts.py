@@ -1,0 +1,92 @@
+"""The ranks' parts of parameters: who owns them, and whether they fit together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+
+import torch
+
+from distprune.collectives.agree import sum_together
+from distprune.collectives.base import Communicator
+from distprune.collectives.roster import Roster
+from distprune.shards.checksum import checksum
+from distprune.shards.device import fetched
+from distprune.shards.geometry import Geometry
+from distprune.shards.local_shard import LocalShard, no_values
+
+
+def with_owners(comm: Communicator, roster: Roster, shards: Iterable[LocalShard]) -> list[LocalShard]:
+    """Return this rank's ``shards`` of members of ``roster``, with their owners settled. Local."""
+    holders, settled = dict(zip(roster.index(), roster.holders, strict=True)), []
+    global_rank = cache(comm.global_rank)
+    for shard in shards:
+        ranks = holders[shard.name]
+        settled.append(shard.owned_by(global_rank(comm.rank), global_rank(ranks[0]), len(ranks)))
+    return settled
+
+
+def check_parts(
+    comm: Communicator,
+    roster: Roster,
+    shards: Callable[[], Sequence[LocalShard]],
+    reads: Callable[[], Sequence[Sequence[torch.Tensor]]] | None = None,
+    num_counts: int = 0,
+    count: Callable[[torch.Tensor], object] = len,
+) -> torch.Tensor:
+    """Check that the ranks' ``shards`` fit together. Every rank must call it: one round.
+
+    It has 8 bytes for every parameter of which there are copies, and 16 for those whose layout does not say that the
+    ranks' parts fit together (FSDP1, rows spread by hand).
+
+    ``reads``: what replicas must have alike; by default the values. Return the sum of what ``count`` writes, (members,
+    ``num_counts``), of the same round.
+
+    Raises:
+        ValueError: on every rank: replicas differ, an element is owned by no rank or by several, or a rank has no
+            values of its part yet.
+    """
+    members, index = roster.members, roster.index()
+    counted = {i: place for place, i in enumerate(i for i, num in enumerate(roster.num_copies) if num is None)}
+    copied = {i: place for place, i in enumerate(i for i, num in enumerate(roster.num_copies) if num != 1)}
+    sizes = [len(counted), len(copied), len(members) * num_counts]
+
+    def fill(words: torch.Tensor) -> None:
+        fingerprints, checksums, counts = torch.split(words, sizes)
+        local = shards()
+        for shard in local:
+            if shard.local.is_meta:
+                raise no_values(shard.name)
+            if shard.owned and index[shard.name] in counted:
+                fingerprints[counted[index[shard.name]]] = shard.geometry.fingerprint()
+        tensors = [[shard.local] for shard in local] if reads is None or not copied else reads()
+        copies = [both for both in zip(local, tensors, strict=True) if both[0].num_replicas != 1]
+        numbers = fetched([checksum(of_shard) for _, of_shard in copies])
+        for (shard, _), number in zip(copies, numbers, strict=True):
+            # The owner's checksum, once for every copy, less the copies': zero if all are equal. As int64, which wraps.
+            checksums[copied[index[shard.name]]] = number * (shard.num_replicas - 1 if shard.owned else -1)
+        count(counts.view(len(members), num_counts))
+
+    fingerprints, checksums, counts = torch.split(sum_together(comm, (sum(sizes),), fill), sizes)
+    for member, number in zip(counted, fingerprints.tolist(), strict=True):
+        whole = members[member]
+        if (number - Geometry.whole(whole.global_shape).fingerprint()) % Geometry.PRIME == 0:
+            continue
+
+        def num_owned(owned: torch.Tensor, name: str = whole.name) -> None:
+            owned[0] = sum(shard.geometry.local_numel for shard in shards() if shard.owned and shard.name == name)
+
+        num, numel = int(sum_together(comm, (1,), num_owned)), math.prod(whole.global_shape)
+        overlap = ", some of them twice" if num == numel else ""
+        raise ValueError(
+            f"of the {numel} elements of {whole.name!r} the ranks own {num}{overlap}: every element must be "
+            "owned by exactly one rank; pass a group of all ranks that hold a part, and give copies the same layout"
+        )
+    for member, number in zip(copied, checksums.tolist(), strict=True):
+        if number:
+            raise ValueError(
+                f"ranks that should hold the same values of {members[member].name!r} hold different ones; make the "
+                "replicas equal, or, for pipeline stages, give parameters different names or pass the stage's own group"
+            )
+    return counts.view(len(members), num_counts)
