@@ -19,15 +19,15 @@ LINES = {
     "jobs": (2015, 1280),
     "kernels": (849, 800),
     "masks": (487, 470),
-    "models": (880, 690),
+    "models": (882, 690),
     "oneshot": (1904, 1440),
     "patterns": (1403, 690),
-    "pruning": (1415, 960),
+    "pruning": (1418, 960),
     "removal": (1506, 1160),
     "scores": (376, 350),
     "selection": (490, 520),
     "shards": (1252, 1030),
-    "training": (1473, 1030),
+    "training": (1475, 1030),
 }
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import translate
+from typing import Any
 
 import torch
 from torch import nn
@@ -89,7 +90,7 @@ def find_shards(
         ValueError: ``include`` names what is under a parametrization that does not keep its zeros.
     """
     check_model(model)
-    include, exclude, bare = _listed(include), _listed(exclude), bare_model(model)
+    include, exclude, bare = listed(include), listed(exclude), bare_model(model)
     for module in bare.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -160,17 +161,23 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _listed(patterns: NamePattern | Sequence[NamePattern]) -> list[NamePattern]:
+def listed(patterns: NamePattern | Iterable[NamePattern]) -> list[NamePattern]:
+    """Return the name patterns that an ``include`` or ``exclude`` says. Local.
+
+    Raises:
+        TypeError: one is neither a string nor a module.
+    """
     if isinstance(patterns, str | nn.Module):
         return [patterns]
-    listed = [patterns] if isinstance(patterns, torch.Tensor) or not isinstance(patterns, Iterable) else list(patterns)
-    for pattern in listed:
+    is_one = isinstance(patterns, torch.Tensor) or not isinstance(patterns, Iterable)
+    several: list[Any] = [patterns] if is_one else [*patterns]
+    for pattern in several:
         if not isinstance(pattern, str | nn.Module):
             raise TypeError(
                 "include and exclude take names of parameters (such as '*.mlp.*'), modules, or lists of them, not "
                 f"{type(pattern).__name__}"
             )
-    return listed
+    return several
 
 
 def bare_model(model: nn.Module) -> nn.Module:

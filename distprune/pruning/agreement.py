@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from distprune.hints import near_names
 from distprune.kernels.available import has_kernels
 from distprune.kernels.held import count_zeros
 from distprune.masks.in_place import zero_all_where_pruned
-from distprune.models.find_shards import Found, NamePattern, find_shards
+from distprune.models.find_shards import Found, NamePattern, find_shards, listed
 from distprune.models.matrices import matrix_of_weight
 from distprune.patterns.base import Choice, Pattern, Ranked
 from distprune.scores.as_score import Magnitude
@@ -141,17 +142,22 @@ class NamedWeights:
             return self.model
         if isinstance(self.model, Sequence) and all(isinstance(shard, LocalShard) for shard in self.model):
             return Found([*self.model], names={shard.name: shard.name for shard in self.model})
-        return find_shards(self.model, self.include, self.exclude)  # which says what it takes
+        return find_shards(self.model, *self._listed)  # which says what it takes
 
     def find_for(self, pattern: Pattern) -> Found:
         """Return this rank's parts of them, as ``pattern`` needs them. Local; raises as :func:`fitted`, too."""
         found = self.find()
         return dataclasses.replace(found, shards=[fitted(pattern, shard, shard.name) for shard in found.shards])
 
+    @cached_property
+    def _listed(self) -> tuple[list[NamePattern], list[NamePattern]]:
+        return listed(self.include), listed(self.exclude)  # a generator says its names once, and these are asked again
+
     @property
     def facts(self) -> dict[str, object]:
         """What all ranks must state alike of them."""
-        return {"include": _all_shown(self.include), "exclude": _all_shown(self.exclude)}
+        include, exclude = ([*map(_shown, patterns)] for patterns in self._listed)
+        return {"include": include, "exclude": exclude}
 
     def agree(self, comm: Communicator, look: Callable[[], object] = lambda: None) -> Agreed:
         """Return what all ranks agree on about them: see :func:`agreeing`.
@@ -180,11 +186,6 @@ def sum_zeros(comm: Communicator, roster: Roster, owned: Callable[[], Mapping[st
             num_zeros[index[name]] = num
 
     return dict(zip(roster.index(), sum_together(comm, (len(roster.members),), fill).tolist(), strict=True))
-
-
-def _all_shown(patterns: NamePattern | Sequence[NamePattern]) -> list[str]:
-    """Return how ranks compare name patterns."""
-    return [*map(_shown, [patterns] if isinstance(patterns, str | nn.Module) else patterns)]
 
 
 def _shown(pattern: NamePattern) -> str:

@@ -15,7 +15,16 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distprune import Geometry, LocalShard, Ownership, PruneReport, Score, compute_masks, prune_model, prune_shards
+from distprune import (
+    Geometry,
+    LocalShard,
+    Ownership,
+    PruneReport,
+    Score,
+    compute_masks,
+    prune_model,
+    prune_shards,
+)
 from distprune.collectives.communicator import ProcessGroup
 from distprune.pruning.agreement import NamedWeights
 from distprune.scores.as_score import ScoreLike
@@ -52,6 +61,16 @@ def test_patterns_and_modules() -> None:
     assert chosen(include=["layers.?.norm.bias"]) == ["layers.0.norm.bias", "layers.1.norm.bias"]
     assert chosen(include=[model.layers[1]]) == BLOCK_WEIGHTS[2:]
     assert chosen(include=[model.layers], exclude=[model.layers[0]]) == BLOCK_WEIGHTS[2:]
+
+
+def test_patterns_that_can_be_gone_through_once() -> None:
+    model, ups, first = decoder(), BLOCK_WEIGHTS[::2], ["layers.0.*"]
+    generator: Any = (name for name in ups)
+    mapped: Any = map(str, first)
+    weights, expected = NamedWeights(model, generator, mapped), NamedWeights(model, ups, first)
+    for _ in range(2):
+        assert [shard.name for shard in weights.find().shards] == ups[1:]
+        assert weights.facts == expected.facts
 
 
 def test_a_tied_weight_counts_once_and_goes_by_any_of_its_names() -> None:

@@ -8,7 +8,7 @@ from typing import TypedDict, Unpack
 from torch import nn
 
 from distprune.collectives.communicator import Group
-from distprune.models.find_shards import NamePattern
+from distprune.models.find_shards import NamePattern, listed
 from distprune.patterns.base import Pattern, Scope
 from distprune.scores.as_score import ScoreLike
 from distprune.training.hold import Hold, hold_zeros
@@ -53,6 +53,8 @@ class Attached:
         without = sorted(options.keys() - {"include", "exclude", "group"})
         if schedule is None and without:
             raise TypeError(f"{without[0]!r} needs a schedule; without one, the zeros that are there are held")
+        for name in options.keys() & {"include", "exclude"}:  # it may begin several times
+            options[name] = listed(options[name])  # type: ignore[literal-required]
         self._schedule, self._options, self._logs_parameters = schedule, options, log_parameters
         self.training: SparseTraining | Hold | None = None  # what prunes and holds, or held, what was trained last
         self._at_begin: dict[str, Counts] = {}

@@ -34,6 +34,15 @@ def test_neither_schedule_nor_zeros() -> None:
     assert (attached.sparsity, attached.news()) == (0.5, {})
 
 
+def test_it_begins_again_with_what_can_be_gone_through_once() -> None:
+    model, once = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), iter(["0.weight"])
+    prune.prune_model(model, 0.5, scope="tensor")
+    attached = Attached(include=once)  # type: ignore[arg-type]
+    for _ in range(2):
+        attached.begin(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert attached.news() == {"sparsity/0.weight": 0.5}
+
+
 class Without:
     """An importer that says that a package is not installed."""
 
