@@ -217,9 +217,11 @@ def _lazy() -> nn.Module:
     return nn.Sequential(nn.LazyLinear(4))
 
 
-def _holding(weight: torch.Tensor) -> nn.Module:
+def _holding(weight: torch.Tensor, **beside: torch.Tensor) -> nn.Module:
     layer = nn.Linear(4, 4)
     layer.weight = nn.Parameter(weight, requires_grad=weight.is_floating_point())
+    for name, scale in beside.items():
+        layer.register_parameter(name, nn.Parameter(scale))
     return nn.Sequential(layer)
 
 
@@ -231,6 +233,18 @@ def _holding(weight: torch.Tensor) -> nn.Module:
             lambda: _holding(torch.ones(4, 4, dtype=torch.int8)),
             TypeError,
             "'0.weight' holds torch.int8 values, .* prune a model before it is quantized",
+        ),
+        (
+            lambda: _holding(
+                torch.ones(4, 4).to(torch.float8_e4m3fn), weight_scale_inv=torch.ones(2, 2)
+            ),  # as DeepSeek's
+            TypeError,
+            "'0.weight' holds torch.float8_e4m3fn values, which are scaled by 'weight_scale_inv' beside it: prune a",
+        ),
+        (
+            lambda: _holding(torch.ones(4, 4).to(torch.float8_e8m0fnu)),
+            TypeError,
+            "'0.weight' holds torch.float8_e8m0fnu values, which have no zero",
         ),
         (
             lambda: _holding(TwoTensor(torch.ones(4, 4), torch.ones(4, 4))),  # as torchao's

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from distprune.models.matrices import find_routers, is_linear, matrices_of, own_parameters
-from distprune.models.weights import list_parameters, why_no_weights
+from distprune.models.weights import check_unscaled, list_parameters, why_no_weights
 from distprune.shards.geometry import Runs
 
 _UNKNOWN = "not the weight of a linear layer that this library knows"
@@ -67,6 +67,9 @@ def linear_layers(block: nn.Module) -> dict[str, LinearLayer]:
     """Return the weights of ``block`` that are linear layers, by name, in the order of its modules.
 
     Global shapes; no communication.
+
+    Raises:
+        TypeError: one is quantized (see :func:`check_unscaled`).
     """
     return _sorted_weights(block)[0]
 
@@ -96,6 +99,7 @@ def _sorted_weights(block: nn.Module) -> tuple[dict[str, LinearLayer], dict[str,
                 dense[name] = "a convolution" if is_convolution else unusual
                 continue
             matrix = matrices[attribute]
+            check_unscaled(name, module, attribute)
             numbers: Iterable[int | None] = (None,) if is_linear(module) else range(matrix.num_matrices)
             for expert in numbers:
                 layer_name, is_routed = (path, module in experts) if expert is None else (f"{name}.{expert}", True)

@@ -28,6 +28,7 @@ from distprune.shards.local_shard import LocalShard
 
 Key = tuple[nn.Module, str]  # a module, and the name of a parameter in it
 _TABLES = re.compile(r"bias|biases|table|tables")
+_SCALES = re.compile(r"scales?|zeros?")  # of quantized weights: weight_scale_inv, weight_zero_point
 _WEIGHTS = re.compile(r"weights?|kernels?|proj|projections?|[wv][a-z]?")
 _EMBEDDINGS = re.compile(r"embed|embeds|embeddings?|pos|positions?|tokens?")
 _ORIGINALS = ("original", "original0", "original1")
@@ -98,15 +99,40 @@ def _reason(module: nn.Module, name: str, by_module: ByModule) -> str:
         return "an embedding"
     if isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
         return "the gain of a norm"
-    words = re.split(r"[_\d]+", name.lower())
+    words = _words(name)
     if any(map(_TABLES.fullmatch, words)):
         return "a bias or a table"
+    if any(map(_SCALES.fullmatch, words)):
+        return "a scale"
     if any(map(_WEIGHTS.fullmatch, words)):
         return ""
     if any(map(_EMBEDDINGS.fullmatch, words)):
         return "an embedding"
     holds_layers = any(by_module.get(layer) for layer in module.modules() if layer is not module)
     return "kept beside layers, no weight by its name" if holds_layers else ""
+
+
+def _words(name: str) -> list[str]:
+    return re.split(r"[_\d]+", name.lower())
+
+
+def check_unscaled(name: str, module: nn.Module, attribute: str) -> None:
+    """Check that a parameter of ``module``, called ``name``, holds its values as they are. Local.
+
+    Raises:
+        TypeError: it is of 8-bit floats, and a scale stands beside it, or these have no zero.
+    """
+    parameter = module._parameters.get(attribute)
+    if parameter is None or not parameter.is_floating_point() or parameter.itemsize > 1:
+        return
+    beside = (*module._parameters, *module._buffers)
+    scale = next((other for other in beside if any(map(_SCALES.fullmatch, _words(other)))), None)
+    if scale is not None or parameter.dtype is torch.float8_e8m0fnu:
+        why = "have no zero" if scale is None else f"are scaled by {scale!r} beside it"
+        raise TypeError(
+            f"{name!r} holds {parameter.dtype} values, which {why}: prune a model before it is quantized, or leave it "
+            "out with exclude"
+        )
 
 
 def parametrized(modules: Iterable[nn.Module]) -> dict[Key, nn.Module | WeightNorm | SpectralNorm]:

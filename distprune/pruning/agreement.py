@@ -23,6 +23,7 @@ from distprune.kernels.held import count_zeros
 from distprune.masks.in_place import zero_all_where_pruned
 from distprune.models.find_shards import Found, NamePattern, find_shards, listed
 from distprune.models.matrices import matrix_of_weight
+from distprune.models.weights import check_unscaled
 from distprune.patterns.base import Choice, Pattern, Ranked
 from distprune.scores.as_score import Magnitude
 from distprune.scores.base import Evidence, Score, count_unread_nans
@@ -145,8 +146,14 @@ class NamedWeights:
         return find_shards(self.model, *self._listed)  # which says what it takes
 
     def find_for(self, pattern: Pattern) -> Found:
-        """Return this rank's parts of them, as ``pattern`` needs them. Local; raises as :func:`fitted`, too."""
+        """Return this rank's parts of them, as ``pattern`` needs them. Local; raises as :func:`fitted`, too.
+
+        And as :func:`check_unscaled`.
+        """
         found = self.find()
+        for shard in found.shards:
+            if shard.module is not None:
+                check_unscaled(shard.name, shard.module, shard.attribute)
         return dataclasses.replace(found, shards=[fitted(pattern, shard, shard.name) for shard in found.shards])
 
     @cached_property

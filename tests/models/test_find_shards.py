@@ -66,3 +66,30 @@ def test_adapters_are_pruned_only_if_they_are_named(has_blocks: bool) -> None:
     ]
     inside = find_shards(model, model.get_submodule(path)).shards
     assert len(inside) == 4  # what is named as a module, too
+
+
+def holding(kind: type[nn.Module] = nn.Module, **shapes: tuple[int, ...]) -> nn.Module:
+    """Return a module of a ``kind`` that holds parameters of these shapes."""
+    module = kind()
+    for name, shape in shapes.items():
+        module.register_parameter(name, nn.Parameter(torch.ones(shape)))
+    return module
+
+
+NO_WEIGHTS: list[tuple[str, nn.Module, dict[str, str]]] = [
+    (
+        "scales of quantized weights",
+        holding(
+            weight_scale_inv=(2, 2), weight_scale=(4, 1), weight_zero_point=(2, 2), gate_up_proj_scale_inv=(2, 2, 2)
+        ),
+        dict.fromkeys(("weight_scale_inv", "weight_scale", "weight_zero_point", "gate_up_proj_scale_inv"), "a scale"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("module", "left_out"), [row[1:] for row in NO_WEIGHTS], ids=[row[0] for row in NO_WEIGHTS])
+def test_what_is_no_weight_is_left_out_by_default(module: nn.Module, left_out: dict[str, str]) -> None:
+    module.register_parameter("weight", nn.Parameter(torch.ones(4, 4)))
+    found = find_shards(module)
+    assert [shard.name for shard in found.shards] == ["weight"]
+    assert found.left_out == left_out

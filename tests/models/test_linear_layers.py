@@ -89,3 +89,12 @@ def test_why_others_stay_dense() -> None:
         "adapted.lora_A.weight": "an adapter",
     }
     assert "adapted.base_layer" in linear_layers(block)
+
+
+def test_quantized_layers_are_refused() -> None:
+    block = nn.ModuleDict({"up": nn.Linear(4, 4)})
+    block["up"].weight = nn.Parameter(torch.ones(4, 4).to(torch.float8_e4m3fn), requires_grad=False)
+    assert list(linear_layers(block)) == ["up"]
+    block["up"].register_buffer("weight_scale", torch.ones(4, 1))
+    with pytest.raises(TypeError, match=r"'up.weight' holds torch.float8_e4m3fn values, .* by 'weight_scale'"):
+        linear_layers(block)
