@@ -22,7 +22,7 @@ from distprune.calibration.token_ids import TokenIds
 from distprune.collectives.agree import agree, check_facts, same_everywhere, sum_together, together
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Group, communicator
-from distprune.models.decoder_blocks import num_bytes, text_config
+from distprune.models.decoder_blocks import largest_said, num_bytes, text_config
 from distprune.models.evaluating import evaluating, keeping_weights
 from distprune.models.find_shards import bare_model, check_model
 from distprune.models.runnable import check_runs_on_tokens
@@ -283,7 +283,7 @@ def _text_bytes(model: nn.Module, length: int) -> int:
     config = text_config(model)
 
     def size(name: str, default: int = 0) -> int:
-        value = getattr(config, name, None)
+        value = largest_said(config, name)
         return value if isinstance(value, int) and value > 0 else default
 
     heads, width = size("num_attention_heads", 1), size("hidden_size", _UNKNOWN_WIDTH)

@@ -110,6 +110,12 @@ def text_config(model: nn.Module) -> Any:
     return config if find is None else find(decoder=True)
 
 
+def largest_said(config: Any, name: str) -> Any:
+    """Return what ``config`` says under ``name``, of layers that differ the largest; ``None``: nothing. Local."""
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    return max((said for layer in layers if (said := getattr(layer, name, None)) is not None), default=None)
+
+
 def num_bytes(module: nn.Module) -> int:
     """Return the size of all parameters of ``module``: the whole ones, where they are sharded. Local."""
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())

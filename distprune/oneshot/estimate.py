@@ -20,7 +20,7 @@ from distprune.calibration.data import tokens_together
 from distprune.calibration.order import kind_of
 from distprune.calibration.statistics import EXPERT_MEMORY
 from distprune.formatting import gibibytes
-from distprune.models.decoder_blocks import decoder_blocks, num_bytes, text_config
+from distprune.models.decoder_blocks import decoder_blocks, largest_said, num_bytes, text_config
 from distprune.models.linear_layers import LinearLayer, linear_layers
 from distprune.oneshot.recipe import Recipe
 
@@ -141,7 +141,7 @@ def explaining_memory(make: Callable[[], Mapping[str, int]]) -> Iterator[None]:
 
 def _num_active(config: Any) -> int:
     """Return how many experts a token goes to."""
-    said = next((said for name in _EXPERTS_A_TOKEN if (said := getattr(config, name, None))), _USUAL_EXPERTS)
+    said = next((said for name in _EXPERTS_A_TOKEN if (said := largest_said(config, name))), _USUAL_EXPERTS)
     return max(said) if isinstance(said, list | tuple) else int(said)
 
 

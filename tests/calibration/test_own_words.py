@@ -27,6 +27,14 @@ OTHERS = {  # states instead of keys and values; a window of attention
     "mamba": {"hidden_size": 24, "num_hidden_layers": 2, "state_size": 8},
     "rwkv": {"hidden_size": 24, "num_hidden_layers": 2, "attention_hidden_size": 24, "intermediate_size": 40},
     "gemma2": {**ONE_SHOT_ARCHITECTURES["gemma"], "sliding_window": 4},
+    "gemma4_text": {  # heads of two sizes, by layer
+        **ONE_SHOT_ARCHITECTURES["gemma"],
+        "layer_types": ["sliding_attention", "full_attention"],
+        "global_head_dim": 24,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCABULARY,
+    },
 }
 own_words_module = sys.modules["distprune.calibration.own_words"]  # by its name it is the function
 LINES = ["the", "a model", "s"]
