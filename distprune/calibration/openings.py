@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
+from distprune.calibration.text import ids_of
 from distprune.models.decoder_blocks import text_config
 
 _NUM_TEXTS, _LEAST = 4, 32  # of a window whose texts begin with one token; tokens of each, or there are fewer
@@ -129,7 +130,7 @@ def random_tokens(model: Any, num: int, generator: torch.Generator, tokenizer: A
 
 def beginnings(tokenizer: Any, lines: Sequence[str] | None) -> list[list[int]]:
     """Return the tokens of ``lines``, or the first of each of :data:`BEGINNINGS` that the tokenizer knows. Local."""
-    texts = [tokenizer(line.rstrip(" "), add_special_tokens=False)["input_ids"] for line in lines or BEGINNINGS]
+    texts = [ids_of(tokenizer, line.rstrip(" ")) for line in lines or BEGINNINGS]
     if lines is not None:
         return texts
     firsts = [ids[:1] for ids in texts if ids and ids[0] != tokenizer.unk_token_id]
@@ -146,5 +147,4 @@ def chat_opening(tokenizer: Any) -> list[int]:
     opening, _, _ = chat.partition(said)
     role = opening.rfind("user")
     starts = [opening.rfind(special, 0, role) for special in tokenizer.all_special_tokens] if role >= 0 else []
-    ids: list[int] = tokenizer(opening[max([0, *starts]) :], add_special_tokens=False)["input_ids"]
-    return ids
+    return ids_of(tokenizer, opening[max([0, *starts]) :])

@@ -49,7 +49,7 @@ class TextFile:
 
 def draw_windows_of_text(tokenizer: Any, text: str, num_windows: int | None, length: int, seed: int) -> torch.Tensor:
     """Return windows of a ``text`` in memory, as :class:`TextFile` does of a file. Local."""
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = ids_of(tokenizer, text)
     is_name = len(text) <= _LONGEST_NAME and "\n" not in text  # mistyped, perhaps
     source = f"the text {text!r} (there is no file of that name)" if is_name else "the text"
     return _cut(ids, source, num_windows, length, torch.Generator().manual_seed(seed))
@@ -92,14 +92,19 @@ def tokens_of(tokenizer: Any, path: Path, file: TextIO, num_tokens: int | None =
 def _tokens(tokenizer: Any, file: TextIO, num_tokens: int | None) -> list[int]:
     """Return the tokens of a text: all of them, or ``num_tokens`` and some more, if it has that many."""
     if num_tokens is None:
-        return list(tokenizer(file.read(), add_special_tokens=False)["input_ids"])
+        return ids_of(tokenizer, file.read())
     ids: list[int] = []
     text = ""
     # Tokens depend on what follows, so a longer piece is tokenized from the beginning.
     while len(ids) <= num_tokens and (more := file.read(max(_CHARACTERS_PER_TOKEN * num_tokens, len(text)))):
         text += more
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = ids_of(tokenizer, text)
     return ids
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of ``text``; a lone surrogate, half of a character that was cut, is read as "?". Local."""
+    return list(tokenizer(text.encode(errors="replace").decode(), add_special_tokens=False)["input_ids"])
 
 
 def _end(tokenizer: Any) -> list[int]:
