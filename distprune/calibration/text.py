@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 import torch
 
-_JSON_LINES = (".jsonl", ".ndjson", ".json")
+_ENCODING = "utf-8-sig"  # a byte order mark before the text is left out
 _CHARACTERS_PER_TOKEN = 16  # more than a token has in nearly any text
 _LONGEST_NAME = 255  # characters
 _WHOLE = 1 << 23  # bytes of a file that is tokenized whole: seconds
@@ -78,7 +78,7 @@ def tokens_of(tokenizer: Any, path: Path, file: TextIO, num_tokens: int | None =
 
     With ``num_tokens``: of as much of the file as has that many, or of all of it. ``place`` is for errors.
     """
-    if path.suffix not in _JSON_LINES:
+    if not _is_json_lines(path):
         return _tokens(tokenizer, file, num_tokens)
     ids: list[int] = []
     for text in _documents(path, file, place):
@@ -87,6 +87,10 @@ def tokens_of(tokenizer: Any, path: Path, file: TextIO, num_tokens: int | None =
         if num_tokens is not None and len(ids) >= num_tokens:
             break
     return ids
+
+
+def _is_json_lines(path: Path) -> bool:
+    return path.suffix.lower() in (".jsonl", ".ndjson", ".json")
 
 
 def _tokens(tokenizer: Any, file: TextIO, num_tokens: int | None) -> list[int]:
@@ -172,7 +176,7 @@ class _PlacedWindows:
         Raises:
             ValueError: the document is longer than 64 MiB, or what it should not be.
         """
-        if self._path.suffix in _JSON_LINES:
+        if _is_json_lines(self._path):
             begin, next_byte, text = self._document_at(position)
             if text is None:
                 return False
@@ -216,7 +220,8 @@ class _PlacedWindows:
                 f"{self._path}: the line that holds byte {position} is longer than {_LONGEST_LINE} bytes; "
                 "split the document"
             )
-        text = next(_documents(self._path, [line.decode()], f" from byte {begin} on"), None)
+        decoded = line.decode(_ENCODING if begin == 0 else "utf-8")
+        text = next(_documents(self._path, [decoded], f" from byte {begin} on"), None)
         return begin, begin + len(line), None if text is None else text.encode(errors="replace")
 
 
@@ -254,7 +259,7 @@ def tokenize_file(tokenizer: Any, path: str | Path, *, max_tokens: int, sequence
 
 @contextmanager
 def open_text(path: Path, what: str) -> Iterator[TextIO]:
-    """Yield the open UTF-8 file ``path``, which errors call ``what``. Local.
+    """Yield the open UTF-8 file ``path``, which errors call ``what``, behind its byte order mark. Local.
 
     Raises:
         FileNotFoundError: no such file.
@@ -263,7 +268,7 @@ def open_text(path: Path, what: str) -> Iterator[TextIO]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no {what} {path}")
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding=_ENCODING) as file:
             yield file
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error

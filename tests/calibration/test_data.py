@@ -249,6 +249,27 @@ def test_json_lines_end_with_the_end_token(tmp_path: Path) -> None:
     assert load(path, 2, 2, no_end) == [[0, 1], [2, 3]]
 
 
+@pytest.mark.parametrize("name", ["text.txt", "text.JSONL", "text.Json"])
+@pytest.mark.parametrize("by_position", [False, True])
+def test_marks_and_names_of_other_systems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, by_position: bool
+) -> None:
+    """A byte order mark is no text, suffixes are of any case, and half a character is a token like any other."""
+    monkeypatch.setattr(text, "_WHOLE", 0 if by_position else 1000)
+    monkeypatch.setattr(text, "_CHARACTERS_PER_TOKEN", 1)
+    half, path = "a\ud83db" * 10, tmp_path / name
+
+    class Bytes(Letters):
+        @override
+        def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+            return {"input_ids": [*text.encode()]}
+
+    lines = ["a?b" * 10] if name == "text.txt" else [json.dumps({"text": half})]
+    path.write_text("\n".join(lines), encoding="utf-8-sig")
+    assert load(path, 1, 12, Bytes()) == [[*b"a?ba?ba?ba?b"]]
+    assert calibration_windows(half, Bytes(), 1, 12).tolist() == [[*b"a?ba?ba?ba?b"]]
+
+
 def test_bad_text(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     with pytest.raises(FileNotFoundError, match="no calibration file"):

@@ -71,7 +71,7 @@ def test_documents_begin_with_lines_of_a_file(job: OneShotJob, tmp_path: Path) -
     asked = SampleJob(model=job.model, output=str(tmp_path / "words"), samples=6, sequence_length=64)
     with pytest.raises(FileNotFoundError, match="no file of beginnings"):
         run_sample_job(dataclasses.replace(asked, beginnings=str(lines)))
-    lines.write_text("the model\n\ns\n")
+    lines.write_text("the model\n\ns\n", encoding="utf-8-sig")
     run_sample_job(dataclasses.replace(asked, beginnings=str(lines)))
     windows, about = read_words(tmp_path / "words")
     begun = windows[[i for i in range(6) if i % 3]].view(8, 32)  # without a chat template
