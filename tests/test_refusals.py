@@ -69,6 +69,12 @@ def units(architecture: str, keep: Any, **how: Any) -> None:
         choose_units(model, TOKENS, keep, **how)
 
 
+def placed(**arguments: Any) -> None:
+    """Of a model whose layers compute by their places: none but the last can leave."""
+    with unchanged(tiny_model("gpt2", n_layer=4, scale_attn_by_inverse_layer_idx=True)) as model:
+        prune.shrink_model(model, TOKENS, **arguments)
+
+
 def cut(kept: torch.Tensor) -> None:
     with unchanged(tiny_model("llama")) as model:
         remove_units(model, {(f"model.layers.{i}", "mlp", "mlp"): kept for i in range(3)})
@@ -175,6 +181,11 @@ REFUSED: list[Row] = [
     (partial(shrink, mlp=0.5, criterion="best"), ValueError, "best"),
     (partial(shrink, layers=2, layer_criterion="angle"), ValueError, "angle"),
     (partial(shrink, layers=5), ValueError, "layers: 5 of the 3 cannot stay"),
+    (
+        partial(placed, layers=3),
+        NotImplementedError,
+        "layers 1-3 were chosen to stay, .*'transformer.h.1.attn'.*another",
+    ),
     (partial(shrink, parameters=1.5), ValueError, "1.5 is neither a number from 1 on nor a share in"),
     (partial(shrink, parameters=0), ValueError, "0 is neither a number"),
     (partial(shrink, parameters=10**9), ValueError, "not more than 1,000,000,000: there is none to remove"),

@@ -23,7 +23,7 @@ LINES = {
     "oneshot": (1904, 1440),
     "patterns": (1403, 690),
     "pruning": (1422, 960),
-    "removal": (1506, 1160),
+    "removal": (1518, 1160),
     "scores": (376, 350),
     "selection": (490, 520),
     "shards": (1252, 1030),

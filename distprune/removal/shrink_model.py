@@ -30,7 +30,7 @@ from distprune.removal.choose_units import choose_units, resolved_refit
 from distprune.removal.criteria import Criterion, CriterionName
 from distprune.removal.experts import ExpertCriterion, choose_experts
 from distprune.removal.layers import LayerCriterion, order_layers
-from distprune.removal.rebuild import Kept, remove_layers, remove_units
+from distprune.removal.rebuild import Kept, check_layers, remove_layers, remove_units
 from distprune.removal.remover import Refit
 from distprune.removal.sizes import Budget, Sizes
 from distprune.removal.trials import Division, Recall, divide_budget
@@ -198,7 +198,11 @@ def shrink_model(
         if num_layers < num_all:
             with job.stage("choose", "choosing layers", "layers") as progress:
                 gone = order(num_layers, known=division.layers_gone, progress=progress)
-        return [layer for layer in range(num_all) if layer not in gone]
+        chosen = [layer for layer in range(num_all) if layer not in gone]
+        with together(comm):
+            if gone:
+                _check_chosen(model, chosen)
+        return chosen
 
     left = job.recall("layers", rank_layers)
     if len(left) < num_all:
@@ -235,6 +239,17 @@ def shrink_model(
         removal.report,
         None if budget is None else division,
     )
+
+
+def _check_chosen(model: nn.Module, layers: Sequence[int]) -> None:
+    """Check that ``layers``, the best ones, can stay alone, before any work is done for it; raises as check_layers."""
+    try:
+        check_layers(model, layers)
+    except (ValueError, NotImplementedError) as error:
+        raise type(error)(
+            f"layers {_as_text(layers)} were chosen to stay, and the model cannot be without the others: {error}; take "
+            "another number of layers or another layer_criterion, or remove other units"
+        ) from error
 
 
 Entry = dict[str, Any]  # the units of one place that stay, as records and reports have them: as ranges
