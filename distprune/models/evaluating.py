@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -14,8 +15,9 @@ from torch import nn
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Run the body in evaluation mode, and restore the mode of every module. Local.
 
-    In evaluation mode, transformers' RWKV halves its hidden states every few blocks and divides weights in place to
-    match. Only float16 needs that. Here it runs as in training, where it does neither.
+    What is compiled runs uncompiled: compiled code hears of no hook that comes after it. In evaluation mode,
+    transformers' RWKV halves its hidden states every few blocks and divides weights in place to match. Only float16
+    needs that. Here it runs as in training, where it does neither.
     """
     modes = [(module, module.training) for module in model.modules()]
     rwkv = sys.modules.get("transformers.models.rwkv.modeling_rwkv")  # a model exists only if that was imported
@@ -23,16 +25,18 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     rescaled = [
         (m, m.config.rescale_every) for m in model.modules() if isinstance(m, kind) and not m.layers_are_rescaled
     ]
-    try:
-        model.eval()
-        for module, _ in rescaled:
-            module.config.rescale_every = 0
-        yield
-    finally:
-        for module, every in rescaled:
-            module.config.rescale_every, module.layers_are_rescaled = every, False
-        for module, mode in modes:
-            module.training = mode
+    is_any_compiled = "torch._dynamo" in sys.modules
+    with torch.compiler.set_stance("force_eager") if is_any_compiled else nullcontext():
+        try:
+            model.eval()
+            for module, _ in rescaled:
+                module.config.rescale_every = 0
+            yield
+        finally:
+            for module, every in rescaled:
+                module.config.rescale_every, module.layers_are_rescaled = every, False
+            for module, mode in modes:
+                module.training = mode
 
 
 @contextmanager

@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-from distprune import Block, NByM, PerRow, Unstructured, erk
+from distprune import Block, NByM, PerRow, Unstructured, allocate, erk, sparsity
 from distprune.oneshot.prune_blocks import prune_blocks
 from distprune.patterns.base import Pattern
 from tests import oneshot_oracle as oracle, solver_oracle
-from tests.architectures import ONE_SHOT_ARCHITECTURES, tiny_model
+from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 from tests.oneshot.alike import (
     BLOCKS,
     CASES,
@@ -154,3 +155,21 @@ def test_sparsities_by_parameter() -> None:
     check_counts(model, report, "sparsegpt", PerRow(0.4))
     with pytest.raises(ValueError, match="there is no sparsity for"):
         prune_blocks(model, TOKENS, method="wanda", pattern="row", sparsity={"model.layers.1": 0.5})
+
+
+@pytest.mark.parametrize("way", ["in place", "wrapped"])
+def test_compiled_blocks_are_pruned_as_others(way: str) -> None:
+    plain, model, tokens = tiny_model("llama"), tiny_model("llama"), samples(4, 16)
+    blocks: Any = model.get_submodule("model.layers")
+    for number, block in enumerate(blocks):
+        if way == "wrapped":
+            blocks[number] = torch.compile(block, backend="eager")
+        else:
+            block.compile(backend="eager")
+    shares = [[*allocate(it, tokens, 0.5).values()] for it in (plain, model)]
+    assert shares[0] == shares[1]
+    for it in (plain, model):
+        prune_blocks(it, tokens, pattern="2:4")
+    assert sparsity(plain) == 0.5
+    for weight, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(weight, wanted)
