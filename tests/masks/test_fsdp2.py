@@ -307,7 +307,7 @@ def test_built_on_the_meta_device(pool: ProcessPool, prunes_on_meta: bool) -> No
         assert_close(got, alone())
 
 
-def moved_on_rank(_: int) -> tuple[Parameters, Parameters]:
+def moved_on_rank(_: int) -> Parameters:
     """Change the dtype, reload with assignment, freeze and thaw: the mask stays before the gather."""
     wrapped = wrap("fsdp2", transformer())
     prune_all(wrapped.model)
@@ -330,14 +330,14 @@ def moved_on_rank(_: int) -> tuple[Parameters, Parameters]:
         assert grad is not None
         grads.append(bool(whole(grad)[whole(module.get_buffer("weight_mask")) == 0].any()))
     assert not any(grads)
-    return double, {}
+    return double
 
 
 def test_moved_and_reloaded(pool: ProcessPool) -> None:
     model = transformer().to(torch.float64)
     prune_all(model)
     wanted = trained(Wrapped(model, 0, 1))
-    for double, _ in pool.run(2, moved_on_rank):
+    for double in pool.run(2, moved_on_rank):
         assert double["layers.0.up.weight_orig"].dtype is torch.float64
         assert_close(double, wanted)
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.utils.prune as torch_prune
 from torch import nn
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -86,30 +83,6 @@ def test_values_are_the_products_and_their_zeros_are_the_mask() -> None:
         held = prune.hold_zeros(plain).counts().num_held  # the sign of a zero speaks from here on
         assert held == torch.count_nonzero(dense["weight"] == 0) == 16 + 5
     assert prune.dense_state_dict(nn.Linear(2, 2)).keys() == {"weight", "bias"}
-
-
-def saved_on_rank(_: int, layout: str, path: str) -> Parameters:
-    model = pruned(wrap(layout, transformer()))
-    dense = prune.dense_state_dict(model)
-    save(dense, checkpoint_id=path)
-    return {name: whole(value) for name, value in dense.items()}
-
-
-def loaded_on_rank(_: int, path: str) -> Parameters:
-    model = wrap("fsdp2", transformer(seed=5)).model
-    state = model.state_dict()
-    load(state, checkpoint_id=path)
-    model.load_state_dict(state)
-    return {name: whole(value) for name, value in model.state_dict().items()}
-
-
-@pytest.mark.parametrize("layout", ["fsdp2", "fsdp-tp"])
-@pytest.mark.sampled(1)
-def test_a_checkpoint_loads_into_a_model_that_was_never_pruned(pool: ProcessPool, tmp_path: Path, layout: str) -> None:
-    expected = pool.run(4, saved_on_rank, layout, str(tmp_path))[0]
-    for got in pool.run(2, loaded_on_rank, str(tmp_path)):
-        assert got.keys() == expected.keys()
-        assert all(torch.equal(got[name], values) for name, values in expected.items())
 
 
 def resumed_on_rank(_: int, layout: str) -> None:

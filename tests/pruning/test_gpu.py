@@ -16,7 +16,6 @@ from torch.distributed.fsdp import fully_shard
 
 import distprune as prune
 from distprune.collectives.communicator import Alone
-from distprune.selection.highest import keep_highest_per_row
 from distprune.shards import device
 from tests import test_contract, test_contract_reparametrized as reparametrized
 from tests.architectures import samples, tiny_model
@@ -109,30 +108,6 @@ def test_a_pruned_module_moves_to_the_device_and_back() -> None:
     assert torch.equal(module.weight.detach().cpu(), expected)
     prune.remove(module.cpu(), "weight")
     assert torch.equal(module.weight, expected)
-
-
-def test_several_parameters_equal_the_cpus() -> None:
-    torch.manual_seed(0)
-    here = nn.Sequential(nn.Linear(300, 200), nn.Conv2d(8, 12, 2), nn.Linear(200, 100))
-    there = copy.deepcopy(here).cuda()
-    for model in (here, there):
-        prune.prune_model(model, 0.3, include="*")
-        prune.prune_model(model, 0.4, score="random", seed=1, scope="tensor", include="*")
-        prune.prune_model(model, 0.5, pattern="block:4")
-        prune.prune_model(model, pattern="2:4")
-    for one, other in zip(here.parameters(), there.parameters(), strict=True):
-        assert torch.equal(one, other.cpu())
-
-
-def test_groups_and_rows_equal_the_cpus() -> None:
-    scores = torch.randn(64, 96).round()
-    numbers = torch.arange(64)
-    for here, there in (
-        (prune.NByM(2, 4).keep(scores), prune.NByM(2, 4).keep(scores.cuda())),
-        (prune.PerRow(0.5).keep(scores), prune.PerRow(0.5).keep(scores.cuda())),
-        (keep_highest_per_row(scores, numbers), keep_highest_per_row(scores.cuda(), numbers.cuda())),
-    ):
-        assert torch.equal(here, there.cpu())
 
 
 ALONE = [layout for layout in LAYOUTS if 1 in layout.world_sizes]

@@ -1,78 +1,15 @@
-"""Shards of real wrappers hold the elements their geometry says."""
+"""What of a tensor is this rank's, and who counts it; wrappers are in the contract."""
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from distprune.shards.layouts import local_shard
 from distprune.shards.local_shard import LocalShard
-from tests.worlds import ProcessPool, run_threads
-
-
-def numbered() -> nn.Module:
-    """A model whose every element says where it is."""
-    model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 5), nn.Linear(5, 3, bias=False))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape))
-    return model
-
-
-def shards_of(model: nn.Module) -> list[tuple[str, list[int], bool, int]]:
-    """Name, flat indices, owned, replicas of every parameter, the values compared with the indices."""
-    found = []
-    for name, parameter in model.named_parameters():
-        shard = local_shard(name, parameter).owned_by(dist.get_rank(), 0, dist.get_world_size())
-        flat = shard.geometry.flat_indices(0, shard.geometry.local_numel)
-        assert shard.local.flatten().tolist() == flat.tolist(), name
-        found.append((name, flat.tolist(), shard.owned, shard.num_replicas))
-    return found
-
-
-def sharded(_: int, layout: str) -> list[tuple[str, list[int], bool, int]]:
-    model = numbered()
-    if layout == "fsdp":
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    elif layout == "fsdp-dim1":
-        fully_shard(
-            model,
-            mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
-            shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 and p.shape[1] % 3 == 0 else None,
-        )
-    else:
-        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("outer", "inner"))
-        if layout == "hsdp":
-            fully_shard(model, mesh=mesh)
-        else:
-            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-            if layout == "fsdp-tp":
-                parallelize_module(model, mesh["inner"], plan)
-                for layer in (model[0], model[2], model[3]):  # type: ignore[index]
-                    fully_shard(layer, mesh=mesh["outer"])
-                fully_shard(model, mesh=mesh["outer"])
-    return shards_of(model)
-
-
-@pytest.mark.parametrize(
-    ("layout", "world_size", "num_replicas"),
-    [("fsdp", 2, 1), ("fsdp", 4, 1), ("fsdp-dim1", 3, 1), ("hsdp", 4, 2), ("fsdp-tp", 4, None)],
-)
-def test_real_wrappers(pool: ProcessPool, layout: str, world_size: int, num_replicas: int | None) -> None:
-    by_rank = pool.run(world_size, sharded, layout)
-    for i, (name, parameter) in enumerate(numbered().named_parameters()):
-        owned = Counter(index for shards in by_rank for index in (shards[i][1] if shards[i][2] else ()))
-        assert owned == Counter(range(parameter.numel())), name
-        if num_replicas is not None:
-            assert {shards[i][3] for shards in by_rank} == {num_replicas}
+from tests.worlds import run_threads
 
 
 def test_plain_tensors_leave_the_owner_open() -> None:
