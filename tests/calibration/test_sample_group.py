@@ -21,7 +21,6 @@ from distprune.calibration.sample_group import Axis, SampleGroup, find_sample_gr
 from distprune.calibration.statistics import InputStatistics
 from distprune.calibration.walk import Walk
 from distprune.collectives.communicator import Alone, communicator
-from distprune.collectives.tensors import gather_features
 from distprune.models.linear_layers import linear_layers
 from distprune.oneshot.prune_blocks import prune_blocks
 from distprune.removal.layers import order_layers
@@ -86,26 +85,11 @@ def test_ranks_that_disagree(said: list[list[int] | None], message: str, monkeyp
     all_raise(3, disagree, said, kind=ValueError, match=message)
 
 
-def gather_on_rank(rank: int, dtype: torch.dtype) -> None:
-    comm, whole = communicator(), torch.arange(35).view(5, 7).to(dtype)
-    sizes = [3, 3, 1]
-    group: Any = dist.group.WORLD
-    found = gather_features(comm, group, whole[:, 3 * rank : 3 * rank + sizes[rank]], 7)
-    assert found.dtype == dtype
-    assert torch.equal(found, whole)
-    assert (comm.traffic.num_rounds, comm.traffic.num_bytes) == (1, 5 * 9 * dtype.itemsize)
-    assert gather_features(comm, group, whole[:0, : sizes[rank]], 7).shape == (0, 7)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_uneven_features_are_put_together(dtype: torch.dtype) -> None:
-    run_threads(3, gather_on_rank, dtype)
-
-
 def moments_on_rank(rank: int, needs: Needs, how: str, num_in: int) -> None:
     with drawing(0):
         block = nn.Sequential(nn.Linear(num_in, 4, bias=False))
-    inputs = [torch.randn(5, num_in, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    dtype = torch.bfloat16 if how == "cut" else torch.float32
+    inputs = [torch.randn(num, num_in, generator=torch.Generator().manual_seed(num)).to(dtype) for num in (4, 0, 6)]
     wanted = InputStatistics(Alone(), Walk(block, []), linear_layers(block), needs)
     for x in inputs:
         wanted.given("0", x, None, "0")
@@ -123,8 +107,8 @@ def moments_on_rank(rank: int, needs: Needs, how: str, num_in: int) -> None:
         statistics.given("0", given, None, "0")
     # Only X^T X of inputs that are cut needs them whole: the features and a round for each sample.
     gathers = needs == "products" and (how in ("plain", "cut") or num_in == 1)
-    num_bytes = 2 * 5 * 3 * -(-num_in // 3) * 4
-    assert (comm.traffic.num_rounds, comm.traffic.num_bytes) == ((2, num_bytes) if gathers else (0, 0))
+    num_bytes = 10 * 3 * -(-num_in // 3) * dtype.itemsize
+    assert (comm.traffic.num_rounds, comm.traffic.num_bytes) == ((3, num_bytes) if gathers else (0, 0))
     ((found,),), ((one,),) = statistics.reduce(), wanted.reduce()
     assert found.num_tokens == one.num_tokens == 10
     torch.testing.assert_close(found.squares, one.squares)

@@ -13,7 +13,7 @@ import pytest
 from distprune.cli.show import Display
 from distprune.jobs import OneShotJob, PruneJob, run_one_shot_job, run_prune_job
 from distprune.jobs.options import REPORT_NAME
-from distprune.jobs.picture import PICTURE_NAME, can_draw, errors_by_kind, mean_error, picture
+from distprune.jobs.picture import PICTURE_NAME, can_draw, picture
 from distprune.jobs.report import PrunedBlocks, Trained
 from tests.small_job import block_entry, small_job
 
@@ -21,18 +21,6 @@ from tests.small_job import block_entry, small_job
 @pytest.fixture
 def job(model_folder: Path, text_file: Path, tmp_path: Path) -> OneShotJob:
     return small_job(model_folder, text_file, tmp_path)
-
-
-EXPERTS = {"self_attn.q_proj": 0.1, "experts.up.0": 0.2, "experts.up.11": 0.6, "experts.down.0": None, "fc1": 0.3}
-
-
-def test_experts_are_one_kind() -> None:
-    block = block_entry(1, EXPERTS)
-    errors = errors_by_kind([block])
-    assert list(errors) == ["self_attn.q_proj", "experts.up.*", "experts.down.*", "fc1"]
-    assert errors["experts.up.*"] == {1: pytest.approx(0.4)}
-    assert errors["experts.down.*"] == {1: None}
-    assert mean_error(block["layers"]) == pytest.approx(0.3)
 
 
 def drawn(work: Any) -> Any:
@@ -48,14 +36,15 @@ def drawn(work: Any) -> Any:
 
 def test_the_picture_has_a_line_for_each_kind() -> None:
     pytest.importorskip("matplotlib")
-    blocks = [block_entry(0, {"fc1": 0.1, "fc2": None}), block_entry(2, {"fc1": 0.3, "fc2": 0.4, "up.3": 0.5})]
+    experts = {"up.3": 0.2, "up.11": 0.6, "down.3": None}  # are one kind
+    blocks = [block_entry(0, {"fc1": 0.1, "fc2": None}), block_entry(2, {"fc1": 0.3, "fc2": 0.4, **experts})]
     walk: Any = SimpleNamespace(method="wanda")
     axes = drawn(PrunedBlocks(walk, "2:4", blocks, 0, {}, "uniform", 100))
     found = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
     assert found["fc1"] == [[0, 0.1], [2, 0.3]]
     assert found["fc2"][1] == [2, 0.4]
-    assert found["up.*"] == [[2, 0.5]]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["fc1", "fc2", "up.*"]
+    assert found["up.*"] == [[2, pytest.approx(0.4)]]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["fc1", "fc2", "up.*", "down.*"]
     assert axes.get_title().startswith("Relative error")
     assert all(tick == round(tick) for tick in axes.get_xticks())
 
