@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from distprune.calibration.data import check_fit, device_of, tokens_together
+from distprune.calibration.data import check_fit, device_of, token_digest, tokens_together
 from distprune.calibration.sample_group import find_sample_group
 from distprune.calibration.token_ids import TokenIds, as_line, as_windows
 from distprune.collectives.agree import together
@@ -128,20 +128,22 @@ def log_likelihoods(
         progress: called with (continuations done on all ranks, number of ``asked``).
 
     Raises:
-        ValueError: on every rank: nothing is asked, more inputs than the model has positions for, or a token id outside
-            the model's vocabulary.
+        ValueError: on every rank: ranks ask for different things, or more inputs than the model has positions for, or
+            a token id outside the model's vocabulary.
         NotImplementedError: on every rank: a layout of which it is not known who runs the same batches.
         RuntimeError: on every rank: a forward that changes the model's own weights.
         Exception: on every rank: what a forward, or ``progress``, raised on one; but for those of which
             :func:`in_step` says that the others cannot be told.
     """
     comm = communicator(group)
-    with together(comm, num_asked=len(asked)):
+    with together(comm) as facts:
         check_model(model)
         check_runs_on_tokens(model)
-        inputs_of_all = [one.inputs for one in asked]
-        if inputs_of_all:
-            check_fit(torch.cat(inputs_of_all), model, max(map(len, inputs_of_all)))
+        facts |= {"lengths": [len(one.inputs) for one in asked], "batch_tokens": batch_tokens}
+        if asked:
+            inputs = torch.cat([one.inputs for one in asked])
+            check_fit(inputs, model, max(facts["lengths"]))
+            facts["tokens"] = token_digest(torch.cat([inputs, *(one.targets for one in asked)]))
         reset_forward(model)
         num_together = tokens_together(model, batch_tokens, num_copies=1)
     sample_group = find_sample_group(comm, model)
@@ -159,8 +161,8 @@ def log_likelihoods(
             some = [asked[member] for member in batch]
             longest = len(some[0].inputs)
             rows = [one.inputs.tolist() + [0] * (longest - len(one.inputs)) for one in some]
-            inputs = sent(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
-            logits = run(model, input_ids=inputs, use_cache=False).logits
+            input_ids = sent(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
+            logits = run(model, input_ids=input_ids, use_cache=False).logits
             if counts:
                 scores[index] = _scores(logits, some)
             if progress is not None:

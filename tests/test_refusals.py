@@ -287,6 +287,8 @@ DISAGREEMENTS: list[tuple[Callable[[int], object], str]] = [
     (lambda rank: prune.own_words(tiny_model("llama"), 2, 5, seed=rank), "different arguments: asked"),
     (lambda rank: cut(torch.arange(21)[rank:]), "called with different arguments: kept"),
     (lambda rank: straight(decay=0.25 + rank), "decay: "),
+    (lambda rank: prune.perplexity(tiny_model("llama"), TOKENS.flip(rank)), "arguments: tokens: "),
+    (lambda rank: prune.perplexity(tiny_model("llama"), TOKENS, batch_tokens=16 << rank), "batch_tokens: 16 on rank 0"),
 ]
 
 

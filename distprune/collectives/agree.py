@@ -165,15 +165,16 @@ def same_everywhere(comm: Communicator, value: Any, drawn: int = 0, error: Excep
 
 
 @contextmanager
-def together(comm: Communicator, **facts: Any) -> Iterator[None]:
+def together(comm: Communicator, **facts: Any) -> Iterator[dict[str, Any]]:
     """Run the body on every rank; if it raises on one, raise on all (one round, 64 bytes).
 
     The body must not communicate: a rank that fails inside it would leave the others waiting there.
-    ``facts`` are agreed on in the same round. ``KeyboardInterrupt`` and ``SystemExit`` are raised on their rank alone.
+    ``facts``, and what the body adds to them, are agreed on in the same round. ``KeyboardInterrupt`` and ``SystemExit``
+    are raised on their rank alone.
     """
     error: Exception | None = None
     try:
-        yield
+        yield facts
     except BaseException as caught:
         error = as_met(caught)
     agree(comm, {} if error else facts, error)
