@@ -3,10 +3,11 @@
 Read off the modules: an ``nn.Linear``, transformers' ``Conv1D`` (GPT-2), whose weight is kept as (in, out), and 3-D
 weights into which transformers 5 puts all experts of a block. No table of architectures.
 
-Two rules, both by structure, say which matrices choose the expert of a token. A matrix with one output is a gate
+Three rules say which matrices choose the expert of a token. Two are by structure: a matrix with one output is a gate
 (``shared_expert_gate`` of Qwen2-MoE), with nothing to compete with. And a module that stands beside the experts and
 holds one matrix alone, with as many outputs as there are experts, is their router (``gate``, ``router``, ``gate.wg``).
-The routers of most models in transformers 5 (Mixtral, Qwen2-MoE) keep a bare parameter.
+The routers of most models in transformers 5 (Mixtral, Qwen2-MoE) keep a bare parameter. The third is by name: what is
+called ``router`` or ``gate`` beside experts may be an MLP (Zaya), or have outputs for other experts, too (Inkling).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from distprune.shards.matrix import Matrix
 # What transformers 5 calls the weights of its experts modules, in the order in which they are applied.
 _EXPERT_WEIGHTS = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"), ("gate_proj", "up_proj", "down_proj"))
 _MATRIX_OF_EXPERTS = ("inputs", "expert_size")  # how JetMoe calls a module of one matrix an expert
+_ROUTERS = frozenset({"router", "gate"})
 # Under these names wrappers hold what they wrap: FSDP1, activation checkpointing, torch.compile.
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 
@@ -140,6 +142,16 @@ def find_routers(
                     routers.add(router)
                     experts.update(holder.modules())
     return routers, experts
+
+
+def named_routers(root: nn.Module) -> set[nn.Module]:
+    """Return the modules in ``root`` that are called router or gate beside experts, and all inside them. Local."""
+    routers: set[nn.Module] = set()
+    for parent in root.modules():
+        children = dict(parent.named_children())
+        if any("expert" in name for name in children):
+            routers.update(part for name in _ROUTERS & children.keys() for part in children[name].modules())
+    return routers
 
 
 def _bare(module: nn.Module) -> nn.Module:

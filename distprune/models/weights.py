@@ -1,18 +1,19 @@
 """Which parameters of a model are weights: what is pruned by default.
 
 A *weight* has two dims or more, and its module multiplies inputs by it. So these are none: embeddings, the gains of
-norms, adapters (``lora_*``; what they adapt is one), routers among experts and, in a decoder block, gates with one
-output (see ``matrices``): they are a few thousand weights, and an error picks a wrong expert. Nor is what a
-parametrization computes a weight from, or what a module keeps beside its layers, such as Mamba's ``A_log`` and tables
-of relative positions. The last are told by where they stand: a parameter of a module that holds layers is a weight only
-if its name says so (``in_proj_weight``), one of a module without any is, unless its name says that it is a bias, a
-table or an embedding.
+norms, vectors (but of a linear layer or a convolution), adapters (those of PEFT, and ``lora_*``; what they adapt is
+one), routers among experts and, in a decoder block, gates with one output (see ``matrices``): they are a few thousand
+weights, and an error picks a wrong expert. Nor is what a parametrization computes a weight from, the scale of a
+quantized one, or what a module keeps beside its layers, such as Mamba's ``A_log`` and tables of relative positions. The
+last are told by where they stand: a parameter of a module that holds layers is a weight only if its name says so
+(``in_proj_weight``), one of a module without any is, unless its name says that it is a bias, a table or an embedding.
 """
 
 from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -22,14 +23,20 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from distprune.models.matrices import ByModule, Held, find_routers, is_gate, without_wrappers
+from distprune.models.matrices import ByModule, Held, find_routers, is_conv1d, is_gate, named_routers, without_wrappers
 from distprune.shards.layouts import find_flat_parts
 from distprune.shards.local_shard import LocalShard
 
 Key = tuple[nn.Module, str]  # a module, and the name of a parameter in it
 _TABLES = re.compile(r"bias|biases|table|tables")
 _SCALES = re.compile(r"scales?|zeros?")  # of quantized weights: weight_scale_inv, weight_zero_point
-_WEIGHTS = re.compile(r"weights?|kernels?|proj|projections?|[wv][a-z]?")
+_WEIGHTS = re.compile(r"weights?|kernels?|proj|projections?")
+_LETTERS = re.compile(r"[wv][a-z]?")
+_WHOLE_NAMES = ("q", "k", "o", "r")  # of XLNet's attention; as a word, they are Mamba's and RWKV's, too
+# A norm by its class; not TransformerEngine's LayerNormLinear.
+_NORMS = re.compile(r"(?<!Pre)(?<!Post)Norm(?!al|.*(Linear|MLP|Conv|Head|Attention|Block|Layer))")
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_LAYERS = (nn.Linear, nn.Bilinear, nn.RNNBase, nn.RNNCellBase, *_CONVOLUTIONS)  # a vector of theirs is a weight
 _EMBEDDINGS = re.compile(r"embed|embeds|embeddings?|pos|positions?|tokens?")
 _ORIGINALS = ("original", "original0", "original1")
 
@@ -74,40 +81,47 @@ def why_no_weights(
     reasons: dict[Held, str] = {}
     for root in roots:
         routers = find_routers(root, by_module, only_named=not is_block)[0]
+        routers |= named_routers(root)
         computed = {} if is_named else parametrized(root.modules())
+        adapters = set() if is_named else adapter_modules(root)
         for path, module in root.named_modules():
             for name, held in by_module.get(module, {}).items():
                 if len(held.shape) < 2:
                     continue
                 if (module, name) in computed:
                     reason = "under a parametrization"
-                elif not is_named and ".lora_" in f".{path}.{name}":  # as PEFT names them
+                elif module in adapters or (not is_named and ".lora_" in f".{path}.{name}"):
                     reason = "an adapter"
                 elif module in routers:
                     reason = "a router"
                 elif is_block and is_gate(module, held.shape):
                     reason = "a gate: it has one output"
                 else:
-                    reason = _reason(module, name, by_module)
+                    reason = _reason(module, name, held.shape, by_module)
                 reasons[held] = reason and reasons.get(held, reason)  # a tied one is a weight if it is one anywhere
     return reasons
 
 
-def _reason(module: nn.Module, name: str, by_module: ByModule) -> str:
+def _reason(module: nn.Module, name: str, shape: Sequence[int], by_module: ByModule) -> str:
     """Return why a parameter is no weight, by its module and its name there."""
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return "an embedding"
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
+    is_layer = is_conv1d(module) or isinstance(module, _LAYERS)
+    if not is_layer and any(_NORMS.search(kind.__name__) for kind in type(module).__mro__):
         return "the gain of a norm"
     words = _words(name)
     if any(map(_TABLES.fullmatch, words)):
         return "a bias or a table"
     if any(map(_SCALES.fullmatch, words)):
         return "a scale"
+    if not is_layer and sum(size > 1 for size in shape) < 2:
+        return "a vector"
     if any(map(_WEIGHTS.fullmatch, words)):
         return ""
     if any(map(_EMBEDDINGS.fullmatch, words)):
         return "an embedding"
+    if any(map(_LETTERS.fullmatch, words)) or name in _WHOLE_NAMES:
+        return ""
     holds_layers = any(by_module.get(layer) for layer in module.modules() if layer is not module)
     return "kept beside layers, no weight by its name" if holds_layers else ""
 
@@ -133,6 +147,13 @@ def check_unscaled(name: str, module: nn.Module, attribute: str) -> None:
             f"{name!r} holds {parameter.dtype} values, which {why}: prune a model before it is quantized, or leave it "
             "out with exclude"
         )
+
+
+def adapter_modules(root: nn.Module) -> set[nn.Module]:
+    """Return the modules of PEFT's adapters in ``root``: what its layers hold beside what they adapt. Local."""
+    peft = sys.modules.get("peft.tuners.tuners_utils")  # such a layer exists only if that was imported
+    layers = [] if peft is None else [module for module in root.modules() if isinstance(module, peft.BaseTunerLayer)]
+    return {part for layer in layers for part in {*layer.modules()}.difference(layer.get_base_layer().modules())}
 
 
 def parametrized(modules: Iterable[nn.Module]) -> dict[Key, nn.Module | WeightNorm | SpectralNorm]:

@@ -87,3 +87,12 @@ def test_into_zeros(pool: ProcessPool) -> None:
         for alone, of_shards, of_peft, was_zero in of_both:
             assert torch.equal(alone, of_shards)
             assert torch.equal(alone, of_peft.masked_fill(was_zero, 0))
+
+
+@pytest.mark.parametrize("kind", ["LoraConfig", "IA3Config", "LoHaConfig", "LoKrConfig", "MissConfig", "HRAConfig"])
+def test_adapters_are_left_out(kind: str) -> None:
+    options = {"feedforward_modules": ["down_proj"]} if kind == "IA3Config" else {}
+    model = peft.get_peft_model(plain(), getattr(peft, kind)(target_modules=["q_proj", "down_proj"], **options))
+    report = prune.prune_model(model, 0.5)
+    assert len(report.parameters) == len(prune.prune_model(plain(), 0.5).parameters)
+    assert {*report.left_out.values()} == {"an adapter"}

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -68,9 +72,9 @@ def test_adapters_are_pruned_only_if_they_are_named(has_blocks: bool) -> None:
     assert len(inside) == 4  # what is named as a module, too
 
 
-def holding(kind: type[nn.Module] = nn.Module, **shapes: tuple[int, ...]) -> nn.Module:
-    """Return a module of a ``kind`` that holds parameters of these shapes."""
-    module = kind()
+def holding(**shapes: tuple[int, ...]) -> nn.Module:
+    """Return a module that holds parameters of these shapes."""
+    module = nn.Module()
     for name, shape in shapes.items():
         module.register_parameter(name, nn.Parameter(torch.ones(shape)))
     return module
@@ -84,6 +88,16 @@ NO_WEIGHTS: list[tuple[str, nn.Module, dict[str, str]]] = [
         ),
         dict.fromkeys(("weight_scale_inv", "weight_scale", "weight_zero_point", "gate_up_proj_scale_inv"), "a scale"),
     ),
+    (
+        "vectors of more dims",
+        holding(gain=(1, 4, 1, 1), gamma=(1, 1, 4), alpha_weight=(1, 4, 1), one=(1, 1)),
+        dict.fromkeys(("gain", "gamma", "alpha_weight", "one"), "a vector"),
+    ),
+    (
+        "tables of positions by an axis",
+        holding(rel_pos_h=(3, 2), rel_pos_w=(3, 2), pos_v=(3, 2)),
+        dict.fromkeys(("rel_pos_h", "rel_pos_w", "pos_v"), "an embedding"),
+    ),
 ]
 
 
@@ -93,3 +107,84 @@ def test_what_is_no_weight_is_left_out_by_default(module: nn.Module, left_out: d
     found = find_shards(module)
     assert [shard.name for shard in found.shards] == ["weight"]
     assert found.left_out == left_out
+
+
+@pytest.mark.parametrize(
+    ("name", "is_norm"),
+    [
+        ("CohereLayerNorm", True),
+        ("RMSNormGated", True),
+        ("Norm2d", True),
+        ("FSDPLlamaRMSNorm", True),
+        ("LayerNormLinear", False),  # TransformerEngine's
+        ("NormalizedLinear", False),
+        ("PreNormFeedForward", False),
+        ("Experts", False),
+    ],
+)
+def test_norms_are_told_by_their_class(name: str, is_norm: bool) -> None:
+    """Gains of Command-R's norms of queries and keys have two dims: a row for each head."""
+    for base in (nn.Module, type(name, (nn.Module,), {})):  # itself, or what it derives from
+        norm: nn.Module = type(name if base is nn.Module else "Other", (base,), {})()
+        norm.weight = nn.Parameter(torch.ones(2, 4))
+        assert find_shards(norm).left_out == ({"weight": "the gain of a norm"} if is_norm else {})
+
+
+def test_vectors_of_layers_are_weights() -> None:
+    layers = [nn.Linear(4, 1), nn.Conv2d(1, 4, 1), nn.ConvTranspose1d(1, 4, 1), nn.LSTM(1, 4), nn.GRUCell(1, 4)]
+    found = find_shards(nn.ModuleList(layers))
+    assert not found.left_out
+    assert len(found.shards) == 7
+
+
+def test_letters_are_weights_beside_layers() -> None:
+    """As in XLNet's attention, where each of q, k, v, o and r is one; but not as a word of a name."""
+    attention = holding(
+        q=(4, 2, 2), k=(4, 2, 2), v=(4, 2, 2), o=(4, 2, 2), r=(4, 2, 2), r_k=(4, 2), seg_embed=(2, 2, 2)
+    )
+    attention.layer = nn.Linear(2, 2)
+    found = find_shards(attention)
+    assert [shard.name for shard in found.shards] == ["q", "k", "v", "o", "r", "layer.weight"]
+    assert found.left_out == {"r_k": "kept beside layers, no weight by its name", "seg_embed": "an embedding"}
+
+
+@pytest.mark.parametrize("name", ["router", "gate"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 5)),  # an MLP, and an expert that skips the block (Zaya)
+        lambda: nn.ModuleDict({"gate": nn.Linear(8, 4, bias=False)}),  # torchtitan
+        lambda: holding(weight=(4, 8)),  # Megatron
+        lambda: holding(weight=(6, 8)),  # two shared experts (Inkling)
+    ],
+)
+def test_routers_are_told_by_their_names_beside_experts(name: str, make: Callable[[], nn.Module]) -> None:
+    experts = holding(w1=(4, 6, 8), w2=(4, 8, 6))
+    model = nn.ModuleDict({"experts": experts, name: make(), "other": nn.ModuleDict({name: nn.Linear(8, 8)})})
+    found = find_shards(model)
+    assert [shard.name for shard in found.shards] == ["experts.w1", "experts.w2", f"other.{name}.weight"]
+    assert {*found.left_out.values()} == {"a router"}
+
+
+class TunerLayer(nn.Module):
+    """As PEFT's layers for any kind of adapter: what they adapt, which may be such a layer, and parameters by name."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.hada_w1_a = nn.ParameterDict({"default": nn.Parameter(torch.ones(4, 2))})
+        self.oft_R = nn.ModuleDict({"default": nn.Linear(4, 4)})
+
+    def get_base_layer(self) -> nn.Module:
+        return self.base_layer.get_base_layer() if isinstance(self.base_layer, TunerLayer) else self.base_layer
+
+
+def test_adapters_of_peft_are_told_by_their_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without PEFT: tests/masks/test_peft.py has its own."""
+    adapted = nn.Sequential(nn.Linear(4, 4), TunerLayer(TunerLayer(nn.Linear(4, 4))))
+    monkeypatch.setitem(sys.modules, "peft.tuners.tuners_utils", SimpleNamespace(BaseTunerLayer=TunerLayer))
+    found = find_shards(adapted)
+    assert [shard.name for shard in found.shards] == ["0.weight", "1.base_layer.base_layer.weight"]
+    assert {*found.left_out.values()} == {"an adapter"}
+    assert len(found.left_out) == 4
+    assert len(find_shards(adapted, adapted[1]).shards) == 5  # what is named as a module, too

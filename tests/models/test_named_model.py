@@ -30,6 +30,7 @@ def test_embeddings_and_integers_stay() -> None:
         "block.0.attention.relative_attention_bias.weight": (4, 2),
         "block.0.attention.q.weight": (4, 4),
         "block.0.norm.weight": (4,),
+        "block.0.attention.q_norm.weight": (2, 4),
         "lm_head.weight": (9, 4),
     }
     assert found(names) == ["block.0.attention.q.weight"]
