@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "distprune"
 # By folder, "." the files beside them: the most lines of code that it may have, and the goal.
 LINES = {
     ".": (408, 320),
-    "calibration": (1978, 1350),
+    "calibration": (1981, 1350),
     "checkpoint": (1500, 1180),
     "cli": (583, 410),
     "collectives": (673, 640),

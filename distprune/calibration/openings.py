@@ -73,8 +73,8 @@ def texts_of(
     """Return the texts of ``samples`` windows of ``length`` tokens: the first continue ``prompts``. Local.
 
     The others are in turn of the kinds that :func:`distprune.own_words` names; beside prompts none begins with random
-    tokens. Documents begin with ``lines``, where there are any. Without a chat template, or room for one, beginnings
-    take the place of chats, and without a tokenizer random tokens that of all. Texts that share a window may be a few
+    tokens. Documents begin with ``lines``, where there are any. Without a chat template, room for one, or all its tokens
+    in the model's vocabulary, beginnings take the place of chats, and without a tokenizer random tokens that of all. Texts that share a window may be a few
     tokens too long for it.
 
     Raises:
@@ -85,9 +85,12 @@ def texts_of(
     num_given = 0 if prompts is None else len(prompts)
     texts = [] if prompts is None else [Texts(prompts.cpu(), length, list(range(num_given)))]
     opening, begun = chat_opening(tokenizer), [] if tokenizer is None else beginnings(tokenizer, lines)
+    vocabulary = vocabulary_of(model)
+    begun = [ids for ids in begun if lines is not None or ids[0] < vocabulary]
+    can_chat = 0 < len(opening) < length and max(opening) < vocabulary
     kinds = ["tokens"] if prompts is None or not begun else []
     if begun:
-        kinds += ["beginnings", "chats" if 0 < len(opening) < length else "beginnings"]
+        kinds += ["beginnings", "chats" if can_chat else "beginnings"]
     generator = torch.Generator("cpu").manual_seed(seed)
     num_texts = max(1, min(_NUM_TEXTS, length // _LEAST))  # of a window
     text_length = -(-length // num_texts)

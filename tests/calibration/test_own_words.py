@@ -16,7 +16,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from distprune import allocate, own_words, prune_blocks, shrink_model
 from distprune.calibration import recorded_words
-from distprune.calibration.openings import BEGINNINGS, beginnings, chat_opening, texts_of
+from distprune.calibration.openings import BEGINNINGS, beginnings, chat_opening, texts_of, vocabulary_of
 from distprune.checkpoint.hf_load import load_model, load_tokenizer
 from tests.architectures import ONE_SHOT_ARCHITECTURES, VOCABULARY, samples, tiny_model
 from tests.oneshot.alike import sharded
@@ -210,6 +210,21 @@ def test_documents_begin_with_whole_lines_over_ranks(model_folder: Path, layout:
     one, other = run_threads(2, begun_on_rank, model_folder, layout)
     assert torch.equal(one, other)
     check_begun(load_model(model_folder), load_tokenizer(model_folder), one)
+
+
+def test_what_begins_with_tokens_that_the_model_does_not_know_is_left_out(model_folder: Path) -> None:
+    """Tokens of ChatML were added to the tokenizer, and the model was not resized."""
+    model, tokenizer = load_model(model_folder), load_tokenizer(model_folder)
+    size = vocabulary_of(model)
+    tokenizer.add_tokens([*(f"<{i}>" for i in range(size)), "<|user|>", "def"])
+    tokenizer.chat_template = CHAT
+    assert max(chat_opening(tokenizer)) >= size
+    assert max(map(max, beginnings(tokenizer, None))) >= size
+    kinds = texts_of(model, tokenizer, None, None, 9, 32, 0)
+    assert [text.windows for text in kinds] == [[0, 3, 6], [1, 2, 4, 5, 7, 8]]
+    assert own_words(model, 9, 32, tokenizer=tokenizer).max() < size
+    with pytest.raises(ValueError, match="outside the model's vocabulary of 67"):
+        own_words(model, 9, 32, tokenizer=tokenizer, beginnings=["def"])
 
 
 def test_beginnings_that_a_tokenizer_does_not_know(model_folder: Path) -> None:
