@@ -12,11 +12,11 @@ PACKAGE = Path(__file__).parent.parent / "distprune"
 # By folder, "." the files beside them: the most lines of code that it may have, and the goal.
 LINES = {
     ".": (408, 320),
-    "calibration": (1981, 1350),
-    "checkpoint": (1500, 1180),
+    "calibration": (1985, 1350),
+    "checkpoint": (1504, 1180),
     "cli": (583, 410),
     "collectives": (673, 640),
-    "jobs": (2015, 1280),
+    "jobs": (2020, 1280),
     "kernels": (849, 800),
     "masks": (487, 470),
     "models": (933, 690),

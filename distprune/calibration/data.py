@@ -99,17 +99,22 @@ def tokens_together(model: nn.Module, batch_tokens: int | None, num_copies: int 
     return batch_tokens
 
 
-def check_fit(token_ids: torch.Tensor, model: nn.Module, length: int | None = None) -> None:
+def check_fit(
+    token_ids: torch.Tensor, model: Any, length: int | None = None, asked: str = "sequence_length (--sequence-length)"
+) -> None:
     """Raise a ValueError if ``model`` has no positions or no embeddings for ``token_ids`` (samples, length). Local.
 
-    They may also be in one line, of which so many make the longest sequence.
+    Its ``config`` says so. They may also be in one line, of which so many make the longest sequence; ``asked`` is what
+    asks for that length.
     """
     config = getattr(model, "config", None)
     positions, vocabulary = getattr(config, "max_position_embeddings", None), getattr(config, "vocab_size", None)
     length = token_ids.shape[1] if length is None else length
     low, high = int(token_ids.min()), int(token_ids.max())
     if positions is not None and 0 < positions < length:  # XLNet says -1
-        raise ValueError(f"sequences of {length} tokens are longer than the model's {positions} positions")
+        raise ValueError(
+            f"sequences of {length} tokens are longer than the model's {positions} positions; lower {asked}"
+        )
     if vocabulary is not None and not 0 <= low <= high < vocabulary:
         wrong = high if high >= vocabulary else low
         raise ValueError(

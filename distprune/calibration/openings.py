@@ -73,9 +73,9 @@ def texts_of(
     """Return the texts of ``samples`` windows of ``length`` tokens: the first continue ``prompts``. Local.
 
     The others are in turn of the kinds that :func:`distprune.own_words` names; beside prompts none begins with random
-    tokens. Documents begin with ``lines``, where there are any. Without a chat template, room for one, or all its tokens
-    in the model's vocabulary, beginnings take the place of chats, and without a tokenizer random tokens that of all. Texts that share a window may be a few
-    tokens too long for it.
+    tokens. Documents begin with ``lines``, where there are any. Without a chat template, room for one, or all its
+    tokens in the model's vocabulary, beginnings take the place of chats, and without a tokenizer random tokens that of
+    all. Texts that share a window may be a few tokens too long for it.
 
     Raises:
         ValueError: ``lines`` are none, or stand there without a tokenizer; a line is empty, or fills a whole text.

@@ -245,6 +245,19 @@ def _auto_map(path: Path) -> str:
     return "; ".join(f"auto_map of {file.name}: {read_json(file).get('auto_map')}" for file in files)
 
 
+def load_config(path: Path) -> Any:
+    """Return the configuration of the model directory ``path``, as transformers reads it. Local; no code of it is run.
+
+    Raises:
+        ValueError, NotImplementedError: as :func:`check_config`, or transformers cannot read it.
+        ImportError: the extra ``hf`` is not installed.
+    """
+    transformers = import_extra("transformers", "hf")
+    check_config(path)
+    with one_line_errors(path, "model"):
+        return transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
 def build_on_meta(directory: HfDirectory, dtype: torch.dtype | None = None) -> tuple[nn.Module, Regions]:
     """Return the causal language model of the directory's config on the meta device, its weights tied.
 
@@ -260,9 +273,8 @@ def build_on_meta(directory: HfDirectory, dtype: torch.dtype | None = None) -> t
     """
     transformers = import_extra("transformers", "hf")
     path, tensors = directory.path, directory.tensors
-    check_config(path)
+    config = load_config(path)
     with one_line_errors(path, "model"):
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         if (getattr(config, "num_hidden_layers", 0) or 0) > len(tensors):
             raise ValueError(f"{config.num_hidden_layers} layers cannot be made of {len(tensors)} tensors")
         dtypes = {} if dtype is None else {"dtype": dtype}

@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from distprune.calibration.data import Batches, WindowBatches, check_fit
 from distprune.calibration.own_words import SELF
-from distprune.checkpoint.hf_directory import CONFIG_NAME, HfDirectory, open_together, read_json
-from distprune.checkpoint.hf_load import load_tokenizer
+from distprune.checkpoint.hf_directory import HfDirectory, open_together
+from distprune.checkpoint.hf_load import load_config, load_tokenizer
 from distprune.checkpoint.hub import resolve_model
 from distprune.checkpoint.output_lock import remove_tree
 from distprune.collectives.agree import sum_together, together
@@ -154,7 +154,8 @@ def _find_teacher(job: FinetuneJob, run: Run) -> HfDirectory | None:
     directory, student = open_together(run.comm, path), run.directory.path
     with together(run.comm):
         vocabularies = [tokenizer.get_vocab() for tokenizer in (load_tokenizer(path), run.tokenizer)]
-        sizes = [read_json(folder / CONFIG_NAME).get("vocab_size") for folder in (path, student)]
+        configs = [load_config(folder).get_text_config(decoder=True) for folder in (path, student)]
+        sizes = [getattr(config, "vocab_size", None) for config in configs]
         if vocabularies[0] != vocabularies[1] or sizes[0] != sizes[1]:
             raise ValueError(
                 f"the teacher {path} has another tokenizer than {student}, or another vocabulary ({sizes[0]} tokens, "

@@ -16,17 +16,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from distprune.calibration.data import token_digest
+from distprune.calibration.data import check_fit, token_digest
 from distprune.calibration.text import tokenize_file
 from distprune.checkpoint.disk import partial_of, write_whole
 from distprune.checkpoint.hf_directory import HfDirectory, file_digest, new_digest, open_together, read_json
-from distprune.checkpoint.hf_load import load_model, load_tokenizer, mesh_of
+from distprune.checkpoint.hf_load import load_config, load_model, load_tokenizer, mesh_of
 from distprune.checkpoint.hf_save import save_model
 from distprune.checkpoint.hub import resolve_model
 from distprune.checkpoint.output_lock import RECIPE_NAME, RESULT_NAME, locking, remove_tree, unfinished_of
@@ -153,7 +154,7 @@ class BareRun:
 class Run(BareRun):
     """The run of a job that writes a model. Every rank must make one, and call its methods in the same order.
 
-    Making it also tokenizes the texts to evaluate on, and loads the tasks.
+    Making it also tokenizes the texts to evaluate on, which the model must have positions for, and loads the tasks.
     """
 
     files: JobFiles | None = None  # from :meth:`begin` on
@@ -168,6 +169,9 @@ class Run(BareRun):
                 name: tokenize_file(self.tokenizer, name, max_tokens=most, sequence_length=length)
                 for name in job.evaluate_on
             }
+            reader = SimpleNamespace(config=load_config(self.directory.path) if job.evaluate_on else None)
+            for ids in self._texts.values():
+                check_fit(ids, reader, length, "evaluation_length (--eval-length)")
             self._tasks = load_tasks(job.tasks) if job.tasks else None
             digests = {f"evaluation tokens of {name}": token_digest(ids) for name, ids in self._texts.items()}
             digest = new_digest(json.dumps([digests, job.tasks]).encode()).hexdigest()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from distprune import Unstructured
 from distprune.jobs import (
@@ -26,7 +27,7 @@ from distprune.jobs import (
     run_shrink_job,
 )
 from distprune.jobs.masked_training import MaskedTraining
-from tests.hf_models import make_model, make_tokenizer
+from tests.hf_models import ARCHITECTURES, make_model, make_tokenizer
 from tests.jobs.jobs_of_a_kind import Killed
 from tests.jobs.test_prune import Heard
 from tests.sampling import only_whole
@@ -226,6 +227,19 @@ def with_one_zero(folder: Path) -> Path:
     return folder
 
 
+def test_a_vocabulary_that_the_config_leaves_to_its_default(job: FinetuneJob, tmp_path: Path) -> None:
+    """As that of an original may, where the smaller model's config says it."""
+    for name in ("teacher", "student"):
+        LlamaForCausalLM(LlamaConfig(**ARCHITECTURES["llama"])).save_pretrained(tmp_path / name)
+        make_tokenizer(tmp_path / name)
+    path = tmp_path / "teacher" / "config.json"
+    path.write_text(
+        json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "vocab_size"})
+    )
+    asked = dataclasses.replace(job, model=str(tmp_path / "student"), teacher=str(tmp_path / "teacher"), steps=1)
+    assert len(run_on_rank(0, asked)) == 1
+
+
 @pytest.mark.parametrize("make", [dense, with_one_zero, only_whole(smaller)])
 def test_any_model_is_trained(
     pool: ProcessPool, job: FinetuneJob, tmp_path: Path, make: Callable[[Path], Path]
@@ -255,7 +269,7 @@ def short_text(job: FinetuneJob, tmp_path: Path) -> FinetuneJob:
         (short_text, "holds 15 tokens, less than one window of 16"),
         ({"data": "nowhere.txt"}, "there is no text file nowhere.txt"),
         ({"teacher": "nowhere"}, "there is no model directory 'nowhere'"),
-        ({"sequence_length": 2100}, "sequences of 2100 tokens are longer than the model's"),
+        ({"sequence_length": 2100}, r"2100 tokens are longer than the model's .*; lower sequence_length \(--sequ"),
     ],
 )
 def test_bad_input_is_one_error_on_every_rank_and_nothing_is_written(

@@ -142,6 +142,14 @@ def test_the_watcher_hears_all_stages(job: PruneJob, text_file: Path) -> None:
         assert told == sorted(told)
 
 
+def test_windows_to_evaluate_on_are_checked_before_anything_is_loaded(job: PruneJob, text_file: Path) -> None:
+    asked, heard = dataclasses.replace(job, evaluate_on=(str(text_file),), evaluation_length=2100), Heard()
+    message = r"2100 tokens are longer than the model's 2048 positions; lower evaluation_length \(--eval-length\)"
+    with pytest.raises(ValueError, match=message):
+        run_prune_job(asked, watcher=heard)
+    assert not heard.stages
+
+
 def test_a_watcher_that_fails_at_the_last_word(job: PruneJob, model_folder: Path, tmp_path: Path) -> None:
     """The only word of this job is that the model's own card is damaged."""
     model = shutil.copytree(model_folder, tmp_path / "model")
