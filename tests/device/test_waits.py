@@ -1,7 +1,7 @@
 """How often the host waits for the device, and sends it tensors: ceilings, which only ever go down.
 
 Counted with 8 matrices of 4 chunks each, so that a wait for each chunk, or each matrix, is not to be overlooked. Of
-one-shot pruning what one block more takes is counted, of a model with 7 linear layers in a block.
+one-shot pruning what one block more takes is counted, of a model with 7 linear layers in a block, two rows at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 import distprune as prune
+from distprune.calibration import moments as calibration_moments
 from distprune.collectives.communicator import Alone
+from distprune.oneshot import rows
 from distprune.removal.choose_units import choose_units
 from distprune.removal.experts import choose_experts
 from distprune.removal.layers import order_layers
@@ -185,7 +187,8 @@ def counted_on_rank(rank: int) -> dict[str, Counts]:
     kinds |= dict.fromkeys(("held step", "training that prunes", "training that regrows"), of_step)
     kinds |= dict.fromkeys(SOLVERS, of_block) | {"units": of_removal}
     kinds |= dict.fromkeys(OF_WINDOWS, of_window)
-    with patch.object(device_work, "_DEVICE_CHUNK", CHUNK):
+    of_rows = patch.object(rows, "_ON_DEVICE", 64), patch.object(calibration_moments, "_DEVICE_CHUNK", 64)
+    with patch.object(device_work, "_DEVICE_CHUNK", CHUNK), of_rows[0], of_rows[1]:
         return {name: of_kind(device, name) for name, of_kind in kinds.items()}
 
 
