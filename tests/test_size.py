@@ -26,8 +26,8 @@ LINES = {
     "removal": (1518, 1160),
     "scores": (376, 350),
     "selection": (490, 520),
-    "shards": (1252, 1030),
-    "training": (1475, 1030),
+    "shards": (1254, 1030),
+    "training": (1503, 1030),
 }
 
 

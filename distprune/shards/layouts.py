@@ -65,6 +65,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor
 
 
+def address_of(tensor: torch.Tensor) -> int:
+    """Return where this rank's part of ``tensor`` begins; 0 if it is empty, or has no memory."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
+
+
 def is_laid_out_like(tensor: torch.Tensor, other: DTensor) -> bool:
     """Return whether ``tensor`` is a DTensor with the placements of ``other`` on the same mesh."""
     if not isinstance(tensor, DTensor):

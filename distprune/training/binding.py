@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from distprune.models.find_shards import Found
 from distprune.pruning.agreement import NamedWeights
 from distprune.shards.fsdp2 import Fsdp2Params
-from distprune.shards.layouts import is_flattened, local_of, local_shard
+from distprune.shards.layouts import address_of, is_flattened, local_shard
 from distprune.shards.local_shard import LocalShard
 from distprune.shards.parameter_range import ranges_of
 from distprune.shards.torch_private import private
@@ -29,6 +31,31 @@ _transform = private("torch._C._functorch", "peek_interpreter_stack")
 def in_backward() -> bool:
     """Return whether the caller runs within a backward pass, where ranks are not in step."""
     return bool(_backward_task() != -1)
+
+
+def places_of(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return which ``parameters`` there are, and where their memory is: what a wrapper, a load or a move changes."""
+    return [(id(parameter), address_of(parameter)) for parameter in parameters]
+
+
+class WatchedWeights:
+    """``weights``, looked for again only if their model has other parameters than before, or has them elsewhere."""
+
+    def __init__(self, weights: NamedWeights) -> None:
+        self.weights = weights
+        self._found: Found | None = None
+        self._places: list[tuple[int, int]] = []
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_found": None}
+
+    def find(self) -> Found:
+        """Return this rank's parts of them. Local; raises as :meth:`NamedWeights.find`."""
+        if self._found is None or self._places != places_of(self.weights.model.parameters()):
+            self._found = self.weights.find()
+            self._places = places_of(self.weights.model.parameters())  # some are put back to their shards
+        return self._found
 
 
 class Binding:
@@ -47,7 +74,7 @@ class Binding:
         *,
         trusts_loaded: bool,
     ) -> None:
-        self._weights = weights
+        self._weights = WatchedWeights(weights)
         self._left_out: frozenset[str] = frozenset()  # of what was found: the default follows from the whole model
         self._at_forward, self._at_gradient, self._trusts_loaded = at_forward, at_gradient, trusts_loaded
         self.has_begun = False
@@ -56,6 +83,8 @@ class Binding:
     def _start(self) -> None:
         """Begin with what no copy takes along."""
         self.shards: list[LocalShard] = []  # also what has no memory yet (meta)
+        # What looks a parameter up, its name, the parameter, what says where its memory is, and where it was.
+        self._there: list[tuple[Any, str, torch.Tensor, Callable[[], int], int]] = []
         self._moved: dict[int, tuple[object, HeldTogether]] = {}  # by optimizer, with the parameters that it had
         self._model_hooks: list[RemovableHandle] = []
         self._gradient_hooks: list[RemovableHandle] = []
@@ -87,12 +116,12 @@ class Binding:
         """Hold from here on. ``trusts_signs``: the weights are from a training like this one."""
         if not self.has_begun:
             self.has_begun = True
-            self.renew()
+            self._bind(self.find())
             self.trust(signs=trusts_signs)
 
     def attach(self) -> None:
         """Register the hooks: nothing has been changed before."""
-        model = self._weights.model
+        model = self._weights.weights.model
         self._model_hooks = [
             model.register_forward_pre_hook(Weak(self._at_forward), prepend=True),
             model.register_load_state_dict_post_hook(Weak(self._state_loaded)),
@@ -107,38 +136,43 @@ class Binding:
 
     def find(self, model: nn.Module | None = None) -> list[LocalShard]:
         """Return what is held as it is now, or its likes in another ``model``. Layers added since are held."""
-        weights = self._weights if model is None else dataclasses.replace(self._weights, model=model)
+        weights = self._weights if model is None else dataclasses.replace(self._weights.weights, model=model)
         return [shard for shard in weights.find().shards if shard.name not in self._left_out]
 
     def moved_by(self, optimizer: Optimizer) -> HeldTogether:
         """Return what ``optimizer`` moves of what is held."""
         parameters = parameters_of(optimizer)
-        key = [(id(parameter), local_of(parameter).data_ptr()) for parameter in parameters]
+        key = places_of(parameters)
         known = self._moved.get(id(optimizer))
         if known is not None and known[0] == key:
             return known[1]
-        moved = self._among(parameters)
-        # Wrappers may have replaced the parameters, something their memory, and layers may have been added.
-        if (not moved.held or known is not None) and not in_backward():
+        if not in_backward():  # wrappers may have replaced parameters, something moved them, and layers may be new
             self.renew()
-            moved = self._among(parameters)
+        moved = self._among(parameters)
         self._moved[id(optimizer)] = key, moved
         return moved
 
     def renew(self) -> None:
-        """Take up the parameters as they are now."""
-        self._bind(self.find())
+        """Take up the parameters as they are now, if they are others than before, or elsewhere."""
+        shards = self.find()
+        if shards != self.shards:
+            self._bind(shards)
 
     def follow(self) -> None:
-        """Take up parameters that were replaced, before a forward. FSDP1's are taken up before a step."""
+        """Take up parameters that were replaced or moved, before a forward. FSDP1's are taken up before a step.
+
+        ``Module.cuda()`` leaves the object as it is, and gives it other memory.
+        """
+        if all(get(name) is tensor and address() == before for get, name, tensor, address, before in self._there):
+            return
         fsdp2, replaced = Fsdp2Params(), dict[str, LocalShard]()
         for shard in self.shards:
             now = _registered(shard)
-            if now is shard.tensor or shard.module is None:
+            if shard.module is None or (now is not None and _is_at(now, shard)):
                 continue
             managed = fsdp2.find(shard.module, shard.attribute)
             now = now if managed is None else managed.sharded  # it may be gathered at the moment
-            if now is not None and now is not shard.tensor and not is_flattened(now):
+            if now is not None and not _is_at(now, shard) and not is_flattened(now):
                 replaced[shard.name] = local_shard(shard.name, now, shard.module, shard.attribute)
         if replaced:
             self._bind([replaced.get(shard.name, shard) for shard in self.shards])
@@ -168,6 +202,11 @@ class Binding:
             held.shard, held.version = shard, None
             self.held.append(held)
         self.together = HeldTogether(self.held)
+        self._there = [
+            (shard.module._parameters.get, shard.attribute, tensor, _asks(tensor), shard.local.data_ptr())
+            for shard in shards
+            if (tensor := shard.tensor) is not None and shard.module is not None
+        ]
         self._moved.clear()
         if self._model_hooks:
             self._watch()
@@ -178,7 +217,7 @@ class Binding:
         self._gradient_hooks = []
         for held in self.held:
             tensor = held.shard.tensor  # None: FSDP1
-            if tensor is not None and tensor.requires_grad and tensor.is_leaf:
+            if tensor is not None and tensor.requires_grad and tensor.is_leaf and held.zeros.numel():
                 hook = Weak(self._at_gradient, held)
                 self._gradient_hooks.append(tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
@@ -214,3 +253,12 @@ def _registered(shard: LocalShard) -> torch.Tensor | None:
     """Return what the shard's module has under its name now."""
     parameters = {} if shard.module is None else shard.module._parameters
     return parameters.get(shard.attribute, parameters.get(f"{shard.attribute}_orig"))
+
+
+def _is_at(now: torch.Tensor, shard: LocalShard) -> bool:
+    return now is shard.tensor and address_of(now) == shard.local.data_ptr()
+
+
+def _asks(tensor: torch.Tensor) -> Callable[[], int]:
+    """Return what returns the address of ``tensor``: for a plain one torch's own method, at a third of the time."""
+    return tensor.data_ptr if type(tensor) is nn.Parameter else partial(address_of, tensor)

@@ -140,8 +140,6 @@ class Hold(OnSteps):
                 check_moves(self._optimizers, self._binding.shards)
                 if listener is None:
                     self._binding.begin(trusts_signs=False)
-                    for taken_up in self._optimizers:  # with the parameters that it has now
-                        self._binding.moved_by(taken_up)
                     self._binding.together.read(at_step=True)
                 self._attach()
         except Exception:

@@ -192,6 +192,25 @@ def _held(place: Place) -> Any:
     return model
 
 
+def _held_before_it_is_moved(place: Place) -> Any:
+    """As CUDA moves a model: the parameters stay the same objects, with the hooks they have, in other memory."""
+    model = transformer()
+    prune.prune_model(model, 0.5, include=INCLUDE, group=Alone())
+    hold = prune.hold_zeros(model, include=INCLUDE, group=Alone())
+    for hook in hold._binding._gradient_hooks:
+        hook.remove()
+    for parameter in model.parameters():
+        torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to(place.device)))  # type: ignore[no-untyped-call]
+        parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+    hold._binding._watch()
+    model = place.put(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for seed in range(2):
+        _step(model, optimizer, seed)
+    hold.finish()
+    return model
+
+
 def _trained(place: Place, **arguments: Any) -> Any:
     model, comm = _weights(place), place.comm()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -286,6 +305,7 @@ PUBLIC_CALLS: dict[str, Call] = {
     "adapters": _adapters,
     **{f"by {score}": partial(_scored_by, score) for score in ("gradient", "taylor")},
     "held": _held,
+    "held before it is moved": _held_before_it_is_moved,
     "erk": _erk,
     "rises": partial(_trained, schedule=prune.cubic(0.8, stop=4, every=2)),
     "movement": partial(_trained, schedule=prune.at_once(0.5, step=3), score="movement"),

@@ -68,7 +68,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("name", "is_sharded"), ROWS)
-@pytest.mark.sampled(72)
+@pytest.mark.sampled(74)
 def test_comes_to_what_the_cpu_comes_to(devices: ProcessPool, split_model: Path, name: str, is_sharded: bool) -> None:
     of_ranks = devices.run(1 + is_sharded, called_on_rank, name, split_model, is_sharded)
     expected = of_ranks[0][0]

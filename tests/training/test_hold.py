@@ -318,6 +318,46 @@ def test_follows_replaced_parameters() -> None:
     assert not all(map(torch.equal, held_bits(model), before))
 
 
+def _move_one(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    weight = model.get_parameter("layers.0.up.weight")
+    weight.data = weight.data.clone()
+
+
+def _cast_some(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    model.get_submodule("layers.0").double().float()
+
+
+def _add_layer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    layers = cast(nn.ModuleList, model.get_submodule("layers"))
+    layers.append(copy.deepcopy(layers[0]))
+    optimizer.add_param_group({"params": list(layers[-1].parameters())})
+
+
+CHANGES = {"one moved": _move_one, "some cast": _cast_some, "a layer more": _add_layer}
+
+
+def changed_on_rank(_: int, layout: str, change: str, given: bool) -> None:
+    """Change a part of the model before the first step of an optimizer whose moments are not zero."""
+    wrapped = wrap(layout, transformer())
+    optimizer = torch.optim.AdamW(wrapped.model.parameters(), lr=1e-2)
+    first, *others = batches(3)
+    train(optimizer, wrapped, first)
+    prune.prune_model(wrapped.model, 0.5, include=INCLUDE)
+    hold_zeros(wrapped.model, optimizer if given else None, include=INCLUDE)
+    CHANGES[change](wrapped.model, optimizer)
+    before = held_bits(wrapped.model)
+    for tokens in others:
+        train(optimizer, wrapped, tokens)
+        assert all(map(torch.equal, held_bits(wrapped.model), before))
+    assert check_moments(optimizer, wrapped.model)
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize(("layout", "change"), [*(("plain", change) for change in CHANGES), ("fsdp2", "some cast")])
+def test_follows_a_part_that_changes(pool: ProcessPool, layout: str, change: str, given: bool) -> None:
+    pool.run(1 if layout == "plain" else 2, changed_on_rank, layout, change, given)
+
+
 def no_sync_on_rank(rank: int) -> str:
     wrapped = wrap("ddp", transformer())
     with cast(nn.parallel.DistributedDataParallel, wrapped.model).no_sync():
