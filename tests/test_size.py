@@ -22,11 +22,11 @@ LINES = {
     "models": (933, 690),
     "oneshot": (1904, 1440),
     "patterns": (1403, 690),
-    "pruning": (1422, 960),
+    "pruning": (1418, 960),
     "removal": (1518, 1160),
     "scores": (376, 350),
     "selection": (490, 520),
-    "shards": (1254, 1030),
+    "shards": (1270, 1030),
     "training": (1503, 1030),
 }
 

@@ -2,7 +2,8 @@
 
 Minimised is ||f(h) - h_out||^2 / ||h_out - h||^2 over all windows, h what the pruned model gives block f and h_out what
 the dense one is behind it, over the kept weights of pruned layers and over 1-D parameters: gains and biases. By Adam
-(arXiv 1412.6980), in float32. The same command comes to the same bits: see :func:`ordered_attention`.
+(arXiv 1412.6980), in float32, but for products of gradients: see :func:`half_products`. The same command comes to the
+same bits on the same hardware: see :func:`ordered_attention`.
 
 Experts are fitted with the rest; matrices that no layer of the walk reads (routers, convolutions) are not.
 
@@ -28,7 +29,7 @@ from distprune.collectives.tensors import placed_like
 from distprune.models.evaluating import needing_gradients
 from distprune.oneshot.block_layers import num_places
 from distprune.oneshot.estimate import is_out_of_memory
-from distprune.shards.device import fetched, ordered_attention, own_settings
+from distprune.shards.device import fetched, half_products, ordered_attention, own_settings
 from distprune.shards.geometry import Geometry
 from distprune.shards.layouts import local_of, local_shard
 from distprune.shards.local_shard import LocalShard, cut
@@ -247,7 +248,7 @@ class _Fit:
     def _gradients_of(self, part: Batch, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
         """Return the gradients by ``parameters``, placed as these; ``None``: the error does not depend on it."""
         given, wanted = (self._walk.rows(part, dense=dense).to(self.flat.device) for dense in (False, True))
-        with torch.enable_grad(), ordered_attention(self.flat.device):
+        with torch.enable_grad(), ordered_attention(self.flat.device), half_products(self.flat.device):
             output = part.calls[self._index].run(self._block, given)
             with own_settings():
                 pull = (output.detach().float() - wanted.float()).to(output.dtype)

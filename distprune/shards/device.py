@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from distprune.shards.torch_private import TorchDispatchMode, private
+
 _HOST_TYPES = ("cpu",)  # of devices; what lies there is worked on by numpy
 _HOST_CHUNK = 1 << 17  # elements: the temporaries of one chunk stay in a core's second-level cache
 SMALL = 1 << 14  # elements: so many and fewer are worked on together with those of other shards
+_CPU_BFLOAT16 = [
+    private("torch.cpu", name, is_optional=True) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+]
+_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 _DEVICE_CHUNK = 1 << 21  # elements: large enough to fill an accelerator, and under 64 MiB of temporaries
 
 
@@ -177,6 +183,24 @@ def ordered_attention(device: torch.device) -> Iterator[None]:
             stack.enter_context(_attention[device.type == "cuda"])
             stack.enter_context(_Ordering())
         yield
+
+
+def half_products(device: torch.device) -> AbstractContextManager[object]:
+    """Return what has products of float32 matrices computed in bfloat16 on a CPU that is faster so. Local.
+
+    Forward and backward. Unlike autocast it changes no dtype that a model sees. It is for gradients, which are rough
+    anyway: the fit of a block of SmolLM2 comes to the same error in four digits.
+    """
+    has_it = device.type == "cpu" and any(asks is not None and asks() for asks in _CPU_BFLOAT16)
+    return _HalfProducts() if has_it else nullcontext()  # type: ignore[no-untyped-call]
+
+
+class _HalfProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _PRODUCTS and all(operand.dtype == torch.float32 for operand in args):
+            return func(*(operand.bfloat16() for operand in args), **(kwargs or {})).float()
+        return func(*args, **(kwargs or {}))
 
 
 class _Ordering(TorchFunctionMode):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-__all__ = ["FSDPParam", "FSDPState", "StridedShard", "private"]
+__all__ = ["FSDPParam", "FSDPState", "StridedShard", "TorchDispatchMode", "private"]
 
 
 def private(module: str, name: str, *, is_optional: bool = False) -> Any:
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+    from torch.utils._python_dispatch import TorchDispatchMode
 else:
     FSDPParam = private(_FSDP2 + "_fsdp_param", "FSDPParam")
     FSDPState = private(_FSDP2 + "_fsdp_state", "FSDPState")
     StridedShard = private("torch.distributed.tensor.placement_types", "_StridedShard")
+    TorchDispatchMode = private("torch.utils._python_dispatch", "TorchDispatchMode")

@@ -6,6 +6,7 @@ import copy
 import math
 import random
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from distprune.models.decoder_blocks import decoder_blocks
 from distprune.oneshot import block, block_fit, driver
 from distprune.oneshot.block_fit import batch_size, fit_block
 from distprune.oneshot.prune_blocks import prune_blocks
+from distprune.oneshot.recipe import EPOCHS
+from distprune.shards import device
 from tests.architectures import samples, tiny_model
 from tests.families import family_model, tokens
 from tests.oneshot.alike import matrices, sharded
@@ -26,6 +29,7 @@ from tests.wrapped import whole
 
 TOKENS = samples(9, 32)
 HOW: dict[str, Any] = {"method": "admm", "pattern": "2:4"}
+FAULTS = {"raises": "no room", "spoils": "'model.layers.0': .* in calibration samples [0-9, ]+, while it is fitted"}
 EXACT: dict[str, Any] = {"method": "magnitude", "targets": "dense", "pattern": "2:4", "permute": "none"}
 
 
@@ -50,7 +54,7 @@ def fitted_plainly(block: nn.Module, dense: nn.Module, model: nn.Module, size_of
     rates |= {name: rates[name[:-4] + "weight"] for name in fit if name.endswith("bias")}
     first, second = ({name: torch.zeros_like(p) for name, p in fit.items()} for _ in range(2))
     batches: list[list[int]] = []
-    for epoch in range(2):
+    for epoch in range(EPOCHS):
         starts = list(range(0, len(TOKENS), size_of_batch))
         random.Random(f"0:0:{epoch}").shuffle(starts)
         batches += [list(range(len(TOKENS)))[start : start + size_of_batch] for start in starts]
@@ -76,6 +80,7 @@ def fitted_plainly(block: nn.Module, dense: nn.Module, model: nn.Module, size_of
 )
 def test_as_a_plain_loop(architecture: str, most_batches: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_fit, "_MOST_BATCHES", most_batches)
+    monkeypatch.setattr(block_fit, "half_products", lambda _: nullcontext())
     changes = {"n_layer" if architecture == "gpt2" else "num_hidden_layers": 1}
     dense, plain, model = (tiny_model(architecture, **changes) for _ in range(3))
     prune_blocks(plain, TOKENS, **HOW, refit="none")
@@ -95,18 +100,22 @@ def test_as_a_plain_loop(architecture: str, most_batches: int, size: int, monkey
 
 
 def pruned(rank: int, layout: Any, dtype: torch.dtype, fault: str = "") -> tuple[Any, ...]:
-    """Prune by magnitude, without targets for single layers: what is fitted has the same masks everywhere."""
+    """Prune by magnitude, without targets for single layers: what is fitted has the same masks everywhere.
+
+    Products of the fit are in float32, but where ``fault`` is "rounds": in bfloat16, wherever that is faster.
+    """
     if isinstance(layout, str) and "tp" in layout:
         model = wrapped(layout, "llama")
     else:
         model = tiny_model("llama").to(dtype)
         model = model if layout in ("plain", "offload") else sharded(model, layout)
-    if fault and rank == 1:
+    if fault in FAULTS and rank == 1:
         decoder_blocks(model)[0][1].register_forward_hook(lambda _, __, output: failing(fault, output))
     told: Any
     asked = {**EXACT, "refit": "none" if fault == "none" else "block", "offload": layout == "offload"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "way_to_target", lambda *_: {})
+        patch.setattr(device, "_CPU_BFLOAT16", [lambda: fault == "rounds"])
         try:
             told = [of.fit for of in prune_blocks(model, TOKENS, **asked).blocks]
         except (MemoryError, ValueError) as error:
@@ -153,10 +162,15 @@ def test_tensor_parallel(pool: ProcessPool) -> None:
         check_alike(found, (weights, fits))
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [("raises", "no room"), ("spoils", "'model.layers.0': .* in calibration samples [0-9, ]+, while it is fitted")],
-)
+@pytest.mark.parametrize("layout", [None, "tp"])
+def test_products_of_gradients_may_be_rough(pool: ProcessPool, layout: Any) -> None:
+    (_, fits), (_, rough) = (pool.run(2, pruned, layout, torch.float32, fault)[0] for fault in ("", "rounds"))
+    for fit, exact in zip(rough, fits, strict=True):
+        assert (fit.before, fit.after) == pytest.approx((exact.before, exact.after), rel=1e-3)
+        assert fit.after != exact.after
+
+
+@pytest.mark.parametrize(("fault", "message"), FAULTS.items())
 @pytest.mark.sampled(1)
 def test_an_error_on_one_rank_is_raised_on_all(pool: ProcessPool, fault: str, message: str) -> None:
     first = {name: p for name, p in pruned(0, "plain", torch.float32, "none")[0].items() if "layers.0" in name}
@@ -175,7 +189,7 @@ def test_what_has_no_rate_stays() -> None:
     layer.register_forward_pre_hook(lambda module, _: seen.append(module.bias.detach().clone()))
     fit = prune_blocks(model, TOKENS, **HOW).blocks[0].fit
     assert fit is not None
-    assert len(seen) > 2 * len(TOKENS) // batch_size(len(TOKENS))
+    assert len(seen) > EPOCHS * len(TOKENS) // batch_size(len(TOKENS))
     assert all(bool((bias == 0.5).all()) for bias in seen)
 
 
@@ -205,7 +219,7 @@ def test_rounds_grow_with_steps_and_errors_fall(monkeypatch: pytest.MonkeyPatch)
     for more in runs:
         prune_blocks(tiny_model("llama", num_hidden_layers=1), TOKENS, **HOW, **more)
     num_steps = math.ceil(len(TOKENS) / batch_size(len(TOKENS)))
-    assert rounds == [2 * num_steps, num_steps, 8 * num_steps]
+    assert rounds == [EPOCHS * num_steps, num_steps, 8 * num_steps]
     assert fits[0].before == fits[1].before == fits[2].before
     assert fits[2].after < fits[0].after < fits[1].after
 

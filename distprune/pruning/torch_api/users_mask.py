@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.utils.prune as torch_prune
@@ -12,12 +12,7 @@ from typing_extensions import override
 
 from distprune.pruning.torch_api.targets import Hook, Target, check_binary
 from distprune.shards.layouts import dtensor_like, is_laid_out_like, local_of
-from distprune.shards.torch_private import private
-
-if TYPE_CHECKING:
-    from torch.utils._python_dispatch import TorchDispatchMode
-else:
-    TorchDispatchMode = private("torch.utils._python_dispatch", "TorchDispatchMode")
+from distprune.shards.torch_private import TorchDispatchMode, private
 
 _no_redistribution = private("torch.distributed.tensor._utils", "ExplicitRedistributionContext")
 
