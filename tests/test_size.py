@@ -22,7 +22,7 @@ LINES = {
     "models": (933, 690),
     "oneshot": (1904, 1440),
     "patterns": (1403, 690),
-    "pruning": (1418, 960),
+    "pruning": (1429, 960),
     "removal": (1518, 1160),
     "scores": (376, 350),
     "selection": (490, 520),

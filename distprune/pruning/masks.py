@@ -81,7 +81,7 @@ class Masks(Mapping[str, torch.Tensor]):
         exclude: NamePattern | Sequence[NamePattern] = (),
         group: Group = None,
     ) -> Masks:
-        """Return the masks that ``model`` has: of a reparametrized parameter its mask, of others what is not zero.
+        """Return the masks that ``model`` has: what is not zero, nor masked.
 
         Arguments, and who must call it: as :func:`distprune.prune_model`. Two rounds; on pipelines up to four more.
 

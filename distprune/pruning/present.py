@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from distprune.masks.in_place import zero_where_pruned
 from distprune.masks.reparametrized import mask_of
 from distprune.shards.fsdp2 import Fsdp2Params
 from distprune.shards.layouts import local_shard
@@ -11,14 +12,22 @@ from distprune.shards.local_shard import LocalShard, flat_chunks
 
 
 def present(shard: LocalShard) -> torch.Tensor:
-    """Return what is left of a shard, bool: its mask if it is reparametrized, else where it is not zero."""
+    """Return what is left of a shard, bool: where it is not zero, nor its mask, if it is reparametrized."""
     mask = mask_of(shard)
-    if mask is not None:
-        return mask
     present = torch.empty(shard.geometry.local_shape, dtype=torch.bool, device=shard.local.device)
     for start, values in flat_chunks(shard.local):
         torch.ne(values, 0, out=present.view(-1)[start : start + values.numel()])
-    return present
+    return present if mask is None else present.logical_and_(mask)
+
+
+def product_shard(shard: LocalShard) -> LocalShard:
+    """Return the shard of the product, new, if the parameter is reparametrized, else the shard itself. Local."""
+    mask = mask_of(shard)
+    if mask is None:
+        return shard
+    product = shard.local.clone()
+    zero_where_pruned(product, mask)
+    return shard.having(local=product)
 
 
 def values_now(fsdp2: Fsdp2Params, shard: LocalShard) -> torch.Tensor:

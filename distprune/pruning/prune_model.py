@@ -16,6 +16,7 @@ from torch import nn
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Group, communicator
 from distprune.hints import with_hints
+from distprune.masks.in_place import zero_where_pruned
 from distprune.models.find_shards import NamePattern
 from distprune.patterns.as_pattern import as_pattern
 from distprune.patterns.base import Pattern, Ranked, Scope
@@ -30,6 +31,7 @@ from distprune.pruning.agreement import (
     with_seed,
 )
 from distprune.pruning.masks import Masks
+from distprune.pruning.present import product_shard
 from distprune.pruning.report import ParameterReport, PruneReport
 from distprune.scores.as_score import ScoreLike, as_score
 from distprune.scores.base import Evidence, LocalScores, Score, local_scores
@@ -84,10 +86,10 @@ def prune_model(
 
     Args:
         model: plain, DDP, FSDP1, FSDP2, HSDP, tensor parallel or both, or this rank's stage of a pipeline.
-        sparsity: the share of zeros to end with, in [0, 1]. Existing zeros count toward it and are pruned first, so
-            pruning to 0.5 twice leaves 0.5. The share is of all elements, of each tensor's, of each row's, or of the
-            blocks or channels, as ``scope`` and ``pattern`` say. A mapping gives each parameter its own, by name: see
-            :func:`distprune.erk`.
+        sparsity: the share of zeros to end with, in [0, 1]. Existing zeros, those of a mask of ``torch.nn.utils.prune``
+            among them, count toward it and are pruned first, so pruning to 0.5 twice leaves 0.5. The share is of all
+            elements, of each tensor's, of each row's, or of the blocks or channels, as ``scope`` and ``pattern`` say. A
+            mapping gives each parameter its own, by name: see :func:`distprune.erk`.
         score: ``"magnitude"`` (the smallest |w| are pruned), ``"random"`` (a hash of seed, parameter and flat index),
             ``"gradient"`` (|g|), ``"taylor"`` (|w g|), a function of weights (1-D) that returns as many scores,
             higher = keep, or a :class:`Score`.
@@ -186,7 +188,7 @@ def compute_masks(
     weights = NamedWeights(model, include, exclude)
     choosing = Choosing(communicator(group), Request(weights, sparsity, score, pattern, scope, seed, evidence))
     masks, _ = choose_masks(choosing.ranked, choosing.choice)
-    return Masks(choosing.ranked.comm, choosing.ranked.roster, choosing.ranked.shards(), masks)
+    return Masks(choosing.ranked.comm, choosing.ranked.roster, choosing.shards, masks)
 
 
 @dataclass(frozen=True)
@@ -214,12 +216,16 @@ def prune_requested(group: Group, request: Request) -> PruneReport:
     """Find, agree, choose, and apply. Every rank must call it."""
     choosing = Choosing(communicator(group), request)
     _, counts = choose_masks(choosing.ranked, choosing.choice, in_place=True)
+    for shard, pruned in zip(choosing.shards, choosing.ranked.shards(), strict=True):
+        if pruned is not shard:  # a product
+            zero_where_pruned(shard.local, pruned.local != 0)
     return choosing.report(counts)
 
 
 class Choosing:
     """What a call has found, agreed on and chosen. Every rank must make one.
 
+    ``shards``: this rank's. Of a reparametrized parameter the product with its mask is what is chosen from.
     ``shard_of`` maps a found parameter to the shard this rank reads, and sees to it that the ranks' shards fit
     together. Default: unchanged, and checked.
     """
@@ -241,15 +247,17 @@ class Choosing:
             agreed.found, agreed.facts = found, request.facts()
         agreed.check_found()
 
+        shards: list[LocalShard] = []
+
         # Not a method, which would keep all of the call, and the model, until Python looks for cycles.
         def make_scores() -> list[LocalScores]:
-            shards, evidence = agreed.shards(), request.local_evidence
+            shards[:], evidence = agreed.shards(), request.local_evidence
             if given or agreed.score.needs:
                 model = request.weights.model if isinstance(request.weights.model, nn.Module) else None
                 evidence = local_evidence(agreed, shards, given, evidence, model)
-            return local_scores(agreed.score, shards, evidence, zeros_are_gone=True)
+            return local_scores(agreed.score, [*map(product_shard, shards)], evidence, zeros_are_gone=True)
 
-        self.pattern, self._agreed = pattern, agreed
+        self.pattern, self._agreed, self.shards = pattern, agreed, shards
         self.ranked = Ranked(comm, agreed.roster, agreed.score, make_scores, checks=shard_of is None)
         self.choice = self.ranked.choose(pattern)
 
@@ -259,7 +267,6 @@ class Choosing:
         Its masks are read from the weights when they are asked for; unless it ``reads``, there are none.
         """
         ranked = self.ranked
-        shards = ranked.shards() if reads else []
         used = ranked.comm.traffic - self._traffic
         members = zip(ranked.roster.members, ranked.numels, counts, self.choice.thresholds, strict=True)
         return PruneReport(
@@ -271,6 +278,6 @@ class Choosing:
             used.num_bytes,
             time.perf_counter() - self._started,
             self._agreed.found.num_parameters,
-            partial(Masks.read, ranked.comm, ranked.roster, shards),
+            partial(Masks.read, ranked.comm, ranked.roster, self.shards if reads else []),
             dict(self._agreed.found.left_out),
         )
