@@ -269,6 +269,25 @@ def test_values_that_cannot_be_pruned_are_named(
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_weights_of_several_ranks(dtype: torch.dtype) -> None:
+    """Copies are compared. No integer has as many bits as complex128, which says whether a zero is held."""
+    with drawing(0):
+        layer = nn.Linear(8, 8, dtype=dtype)
+    layers = [copy.deepcopy(layer) for _ in range(3)]
+
+    def on_rank(rank: int) -> None:
+        prune_model(layers[rank], 0.5)
+        distprune.hold_zeros(layers[rank], torch.optim.SGD(layers[rank].parameters()))
+
+    if dtype is torch.complex64:
+        run_threads(2, on_rank)
+    else:
+        all_raise(2, on_rank, match="zeros of torch.complex128 weights cannot be held", kind=NotImplementedError)
+    prune_model(layers[2], 0.5)
+    assert all(torch.equal(layers[rank].weight, layers[2].weight) for rank in range(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_complex_weights_go_by_their_modulus(dtype: torch.dtype) -> None:
     with drawing(0):
         layers = [nn.Linear(8, 8, dtype=dtype) for _ in range(3)]

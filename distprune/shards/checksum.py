@@ -17,7 +17,8 @@ def checksum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     for tensor in tensors:
         total = total * _FACTOR + tensor.numel()
         for start, values in flat_chunks(tensor.detach()):
-            bits = bits_of(values.contiguous()).to(torch.int64)
+            real = torch.view_as_real(values).flatten() if values.is_complex() else values.contiguous()
+            bits, start = bits_of(real).to(torch.int64), start * (len(real) // len(values))
             # Every element's bits are weighed by its place.
             total += (bits * torch.arange(2 * start + 3, 2 * (start + len(bits)) + 3, 2, device=bits.device)).sum()
     return total

@@ -165,7 +165,16 @@ def flat_chunk(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 def bits_of(values: torch.Tensor) -> torch.Tensor:
-    """Return the bits of ``values`` as integers: a view. Of floats only +0.0 has none set."""
+    """Return the bits of ``values`` as integers: a view. Of floats only +0.0 has none set.
+
+    Raises:
+        NotImplementedError: no integer has as many (complex128).
+    """
+    if values.itemsize not in _INTEGER_OF_SIZE:
+        raise NotImplementedError(
+            f"zeros of {values.dtype} weights cannot be held: no integer has as many bits; convert these weights to "
+            "complex64, or leave them out with exclude"
+        )
     return values.view(_INTEGER_OF_SIZE[values.itemsize])
 
 

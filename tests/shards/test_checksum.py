@@ -35,6 +35,18 @@ def test_what_is_not_contiguous() -> None:
     assert checksum([values.t()]) == checksum([values.t().clone()])
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_both_parts_of_complex_numbers_tell(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(1000, dtype=dtype)
+    imaginary, swapped = values.clone(), values.clone()
+    imaginary[900] += 1e-3j
+    swapped[[5, 900]] = values[[900, 5]]
+    numbers = [checksum([tensor]) for tensor in (values, imaginary, swapped)]
+    assert len({*numbers}) == 3
+    monkeypatch.setattr(device, "_HOST_CHUNK", 7)
+    assert checksum([values]) == numbers[0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bfloat16, torch.bool])
 def test_what_is_read_stays_as_it_is(dtype: torch.dtype) -> None:
     values = torch.randn(1000).to(dtype)

@@ -13,7 +13,7 @@ from distprune.shards import device
 from distprune.shards.local_shard import flat_chunks
 
 
-class Copying(TorchDispatchMode):
+class Copying(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """``num_copied``: how many elements were copied."""
 
     num_copied = 0
@@ -42,7 +42,7 @@ NOT_CONTIGUOUS = {
 def test_chunks(tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_HOST_CHUNK", 16)
     assert not tensor.is_contiguous()
-    with Copying() as mode:
+    with Copying() as mode:  # type: ignore[no-untyped-call]
         chunks = list(flat_chunks(tensor))
     assert [start for start, _ in chunks] == list(range(0, tensor.numel(), 16))
     assert torch.equal(torch.cat([chunk for _, chunk in chunks]).float(), tensor.flatten().float())
