@@ -24,7 +24,7 @@ LINES = {
     "patterns": (1403, 690),
     "pruning": (1429, 960),
     "removal": (1518, 1160),
-    "scores": (376, 350),
+    "scores": (382, 350),
     "selection": (490, 520),
     "shards": (1279, 1030),
     "training": (1503, 1030),

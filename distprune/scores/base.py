@@ -28,20 +28,28 @@ Evidence = Mapping[str, torch.Tensor]  # by name, each of the shard's local shap
 @final
 @dataclass(frozen=True)
 class Elements:
-    """Some elements of one shard. ``at`` says which: a range of local offsets, or the offsets themselves (int64)."""
+    """Some elements of one shard. ``at`` says which: a range of local offsets, or the offsets themselves (int64).
+
+    ``copied``: weights and evidence are copies, which may be written to.
+    """
 
     shard: LocalShard
     at: slice | torch.Tensor
     evidence: Evidence
+    copied: bool = True
 
     @property
     def weight(self) -> torch.Tensor:
         """The weights at these places, 1-D."""
-        return _taken(self.shard.local, self.at)
+        return self._taken(self.shard.local)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return the evidence ``name`` at these places, 1-D."""
-        return _taken(self.evidence[name], self.at)
+        return self._taken(self.evidence[name])
+
+    def _taken(self, tensor: torch.Tensor) -> torch.Tensor:
+        taken = _taken(tensor, self.at)
+        return taken.clone() if self.copied else taken
 
     def flat_indices(self, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """Return the places of these elements in the whole parameter, 1-D: new."""
@@ -169,7 +177,10 @@ class LocalScores:
         Raises:
             ValueError: the score returns another number of values, or no tensor.
         """
-        values = self.score.values(Elements(self.shard, at, self.evidence))
+        # The library's do not write to what they are given; functions and classes of users may.
+        kind = type(self.score)
+        copied = kind is ElementwiseScore or not kind.__module__.startswith("distprune.")
+        values = self.score.values(Elements(self.shard, at, self.evidence, copied))
         num = at.stop - at.start if isinstance(at, slice) else len(at)
         if not isinstance(values, torch.Tensor) or values.shape != (num,):
             got = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__

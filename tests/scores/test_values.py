@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from typing_extensions import override
 
 import distprune as prune
 from distprune.scores.base import Elements
+from tests.worlds import drawing
 
 
 @pytest.mark.parametrize("score", ["gradient", "taylor"])
@@ -47,3 +50,42 @@ def test_integers_that_a_score_keeps_stay_as_they_are() -> None:
     prune.prune_model(layer, 0.5, score=Kept())
     assert kept.tolist() == [*range(6)]
     assert torch.nonzero(layer.weight[0] == 0).flatten().tolist() == [0, 1, 3]
+
+
+class InPlace(prune.Score):
+    needs = ("gradient",)
+
+    @override
+    def values(self, elements: Elements) -> torch.Tensor:
+        return elements.weight.mul_(elements["gradient"].add_(1.0)).abs_()
+
+
+class OutOfPlace(prune.Score):
+    needs = ("gradient",)
+
+    @override
+    def values(self, elements: Elements) -> torch.Tensor:
+        return (elements.weight * (elements["gradient"] + 1.0)).abs()
+
+
+@pytest.mark.parametrize(
+    ("in_place", "score"),
+    [(lambda w: w.abs_(), lambda w: w.abs()), (InPlace(), OutOfPlace())],
+    ids=["function", "class"],
+)
+@pytest.mark.parametrize("pattern", ["unstructured", "2:4", "row", "block:4", "channels:0"])
+def test_a_score_that_works_in_place_changes_nothing(in_place: Any, score: Any, pattern: str) -> None:
+    with drawing(0):
+        layer, gradient = nn.Linear(16, 8, bias=False), torch.randn(8, 16)
+    weight, before = layer.weight.detach().clone(), gradient.clone()
+    evidence = {"gradient": {"weight": gradient}} if isinstance(in_place, prune.Score) else None
+    sparsity = None if pattern == "2:4" else 0.5
+    masks, expected = (
+        prune.compute_masks(layer, sparsity, pattern=pattern, score=each, evidence=evidence)
+        for each in (in_place, score)
+    )
+    assert torch.equal(layer.weight, weight)
+    assert torch.equal(gradient, before)
+    assert torch.equal(masks["weight"], expected["weight"])
+    prune.prune_model(layer, sparsity, pattern=pattern, score=in_place, evidence=evidence)
+    assert torch.equal(layer.weight, weight * masks["weight"])
