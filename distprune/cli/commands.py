@@ -56,12 +56,19 @@ def add_command(
             first = options.get(key, option)
             options[key] = replace(first, choices={**first.choices, **option.choices})
 
+    def is_off(key: str, value: Any) -> bool:
+        """Whether it says that a job is not to be what it is not without: --no-streamed, --no-resume."""
+        return value is False and (options[key].flag in kinds or not options[key].default)
+
     def start(context: typer.Context, **values: Any) -> None:
         sources = {key: context.get_parameter_source(key) for key in values}
-        given = {key: values[key] for key, source in sources.items() if source and source.name != "DEFAULT"}
+        given = {
+            key: values[key]
+            for key, source in sources.items()
+            if source and source.name != "DEFAULT" and not is_off(key, values[key])
+        }
         kind = kind_of(given)
         try:
-            given = {key: _value(options[key], word) for key, word in given.items()}
             running = Running(**{key: given.pop(key) for key in options_of(Running) if key in given})
             check_fields(running)
             _check_given(tables, kind, given)
@@ -91,23 +98,23 @@ def _check_given(tables: Mapping[str, Mapping[str, Option]], kind: str, given: M
         having = {flag: table[key] for flag, table in tables.items() if key in table}
         if kind not in having:
             said = next(iter(having.values())).flag
-            raise ValueError(f"{said} does not go with {kind}" if kind else f"{said} goes with {' or '.join(having)}")
+            with_kind = f"does not go with {_asking(tables, kind, given)}"
+            raise ValueError(f"{said} {with_kind if kind else 'goes with ' + ' or '.join(having)}")
         needs = having[kind].needs
         if needs and not any(given.get(needed) for needed in needs):
             ways = " or ".join(tables[kind][needed].flag for needed in needs)
             raise ValueError(f"{having[kind].flag} goes with {ways}")
 
 
-def _value(option: Option, given: Any) -> Any:
-    """Return the value of a field, of what typer makes of the words."""
-    if option.parse is not None:
-        try:
-            return option.parse(given)
-        except ValueError:
-            raise ValueError(f"{option.flag} takes {option.metavar}, not {given!r}") from None
-    if get_origin(option.hint) is tuple:
-        return tuple(part for word in given for part in (word.split(option.separator) if option.separator else [word]))
-    return option.choices.get(given, given)
+def _asking(tables: Mapping[str, Mapping[str, Option]], kind: str, given: Mapping[str, Any]) -> str:
+    """Return what of ``given`` asks for the job ``kind``: its flag, or what the job by default does not take."""
+    plain = tables[""]
+    asking = {
+        option.flag: f"{option.flag} {given[key]}"
+        for key, option in tables[kind].items()
+        if key in given and (key not in plain or (option.choices and given[key] not in plain[key].choices))
+    }
+    return kind if kind in asking else next(iter(asking.values()), kind)
 
 
 def _parameter(key: str, option: Option) -> inspect.Parameter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -50,8 +51,31 @@ class Option:
     decides: bool = True  # what comes out: a resumed job must be asked for the same, and the card names it
     panel: str | None = None
 
+    def value_of(self, given: Any) -> Any:
+        """Return the field's value for what is ``given``: a value, a path, or words as the command line has them.
+
+        Raises:
+            ValueError: the words mean no value.
+        """
+        given = os.fspath(given) if isinstance(given, os.PathLike) else given
+        if get_origin(self.hint) is tuple and isinstance(given, str | list | tuple):
+            words = map(os.fspath, [given] if isinstance(given, str) else given)
+            return tuple(part for word in words for part in (word.split(self.separator) if self.separator else [word]))
+        if not isinstance(given, str):
+            return given
+        try:
+            return self.choices.get(given, given) if self.parse is None else self.parse(given)
+        except (ValueError, ZeroDivisionError):
+            raise ValueError(f"{self.flag} takes {self.metavar}, not {given!r}") from None
+
     def check(self, name: str, value: Any) -> None:
-        """Raise a ValueError if the field ``name`` must not have this ``value``."""
+        """Raise a TypeError or a ValueError if the field ``name`` must not have this ``value``."""
+        kind: Any = tuple if get_origin(self.hint) is tuple else self.hint
+        is_number = isinstance(value, int) and float in (kind, *get_args(kind))
+        is_bool = isinstance(value, bool) and kind is not bool
+        if not self.choices and (is_bool or not (is_number or isinstance(value, kind))):
+            said = self.hint.__name__ if isinstance(self.hint, type) else self.hint
+            raise TypeError(f"{name} ({self.flag}) must be {said}, not {value!r}")
         if self.choices and value not in (self.default, *self.choices.values()):
             raise ValueError(f"{name} ({self.flag}) takes {', '.join(map(repr, self.choices.values()))}, not {value!r}")
         if not isinstance(value, int | float):
@@ -75,8 +99,14 @@ def ask(*, default: Any = MISSING, **more: Any) -> Any:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(ask,))
 def asked(cls: type[_Class]) -> type[_Class]:
-    """Make ``cls`` a frozen dataclass of fields by :func:`ask`."""
+    """Make ``cls`` a frozen dataclass of fields by :func:`ask`, which take what :meth:`Option.value_of` does."""
+    cls.__post_init__ = _take_words  # type: ignore[attr-defined]
     return dataclass(frozen=True, kw_only=True)(cls)
+
+
+def _take_words(job: Any) -> None:
+    for name, option in options_of(type(job)).items():
+        object.__setattr__(job, name, option.value_of(getattr(job, name)))
 
 
 def options_of(job: Any) -> Mapping[str, Option]:
@@ -98,7 +128,7 @@ def options_of(job: Any) -> Mapping[str, Option]:
 
 
 def check_fields(job: Any) -> None:
-    """Raise a ValueError if a field of ``job`` must not have its value. Local."""
+    """Raise a TypeError or a ValueError if a field of ``job`` must not have its value. Local."""
     for name, option in options_of(type(job)).items():
         option.check(name, getattr(job, name))
 
@@ -156,7 +186,7 @@ class BareJob:
         return {option.flag: values[name] for name, option in options.items() if option.decides or not deciding}
 
     def check_asked(self) -> None:
-        """Raise a ValueError for what is wrong whatever the model and the files are. Local."""
+        """Raise a TypeError or a ValueError for what is wrong whatever the model and the files are. Local."""
         check_fields(self)
 
     def check(self, *inputs: Path) -> Path:
@@ -196,6 +226,15 @@ class Job(BareJob):
     )
     tasks: tuple[str, ...] = ask(default=(), metavar="NAMES", separator=",", decides=False, panel=EVALUATION)
     resume: bool = ask(default=False, decides=False, panel=RUNNING)
+
+    @override
+    def check_asked(self) -> None:
+        super().check_asked()
+        if self.evaluate_on and self.evaluation_tokens < self.evaluation_length:
+            raise ValueError(
+                f"evaluation_tokens={self.evaluation_tokens} (--eval-tokens) are less than one window of "
+                f"{self.evaluation_length} (--eval-length)"
+            )
 
     @override
     def check(self, *inputs: Path) -> Path:

@@ -92,6 +92,7 @@ JOBS: dict[str, BareJob] = {
     "prune m --output o --sparsity 0.5 --calibration t --own-words 2": OneShotJob(
         **MO, sparsity=0.5, calibration="t", own_words=2
     ),
+    "prune m --output o --sparsity 0.5 --no-streamed --no-plan --no-offload": PruneJob(**MO, sparsity=0.5),
     "prune m --output o --sparsity 0.5 --own-words w": OneShotJob(**MO, sparsity=0.5, own_words="w"),
     "sample m --output o --samples 3 --sequence-length 9 --seed 5 --temperature 0.5 --top-k 7": SampleJob(
         **MO, samples=3, sequence_length=9, seed=5, temperature=0.5, top_k=7
@@ -222,6 +223,12 @@ SAID = {
     f"{HALF} --samples 3": "--samples goes with --calibration",
     f"{HALF} --streamed --samples 3": "--samples does not go with --streamed",
     f"{HALF} --eval-length 3": "--eval-length goes with --eval",
+    f"{HALF} --eval t --eval-tokens 100": "evaluation_tokens=100 (--eval-tokens) are less than one window of 512 (--ev",
+    f"{HALF} --method wanda --scope tensor": "--scope does not go with --method wanda",
+    f"{HALF} --own-words w --scope tensor": "--scope does not go with --own-words w",
+    f"{HALF} --calibration t --scope tensor": "--scope does not go with --calibration",
+    f"{HALF} --method wanda --expert-memory 1/0": "--expert-memory takes N[K|M|G|T], not '1/0'",
+    "shrink m --output o --parameters 1/0M": "--parameters takes N[K|M|B]|SHARE, not '1/0M'",
     "finetune m --output o --data d": "give steps (--steps) or minutes (--minutes)",
 }
 
@@ -252,7 +259,7 @@ def test_prunes_and_inspects(command: Command, tmp_path: Path, model_folder: Pat
         ("{model} --output {out} --include *.q", "'*.q' matches no parameter"),
         ("{model} --output {model}", "lie inside each other"),
         ("{model} --output {out} --eval {out}.txt", "there is no text file"),
-        ("{model} --output {out} --eval {text} --eval-length 9000", "one window of 9000"),
+        ("{model} --output {out} --eval {text} --eval-tokens 9000 --eval-length 9000", "one window of 9000"),
         ("org/name@v1 --output {out}", "hf download org/name --revision v1"),
         ("{model} --output {out} --tasks arc_easy", "pip install 'distprune[tasks]'"),
         ("{loop} --output {out}", "loop"),

@@ -142,6 +142,49 @@ def test_the_watcher_hears_all_stages(job: PruneJob, text_file: Path) -> None:
         assert told == sorted(told)
 
 
+def test_fields_take_paths_and_the_words_of_the_command_line() -> None:
+    given: dict[str, Any] = {"model": Path("m"), "output": Path("o"), "sparsity": "0.5", "dtype": "float16"}
+    given |= {
+        "evaluate_on": Path("t"),
+        "tasks": "a,b",
+        "calibration": Path("c"),
+        "samples": "all",
+        "own_words": Path("w"),
+    }
+    job = OneShotJob(**given, expert_memory="1G")  # type: ignore[arg-type]
+    assert job == OneShotJob(
+        model="m",
+        output="o",
+        sparsity=0.5,
+        dtype=torch.float16,
+        evaluate_on=("t",),
+        tasks=("a", "b"),
+        calibration="c",
+        samples=None,
+        own_words="w",
+        expert_memory=1 << 30,
+    )
+    assert dataclasses.replace(job) == job
+    json.dumps(job.arguments())
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error", "message"),
+    [
+        ("samples", "many", ValueError, r"--samples takes N\|all, not 'many'"),
+        ("samples", 2.5, TypeError, r"samples \(--samples\) must be int \| None, not 2.5"),
+        ("epochs", True, TypeError, r"epochs \(--epochs\) must be int \| None, not True"),
+        ("evaluate_on", 3, TypeError, r"evaluate_on \(--eval\) must be tuple\[str, \.\.\.\], not 3"),
+        ("model", None, TypeError, r"model \(--model\) must be str, not None"),
+        ("dtype", "int8", ValueError, r"dtype \(--dtype\) takes None, torch.float32, .* not 'int8'"),
+    ],
+)
+def test_what_fields_do_not_take(field: str, value: Any, error: type[Exception], message: str) -> None:
+    given: dict[str, Any] = {"model": "m", "output": "o", "sparsity": 0.5, field: value}
+    with pytest.raises(error, match=message):
+        OneShotJob(**given).check_asked()
+
+
 def test_windows_to_evaluate_on_are_checked_before_anything_is_loaded(job: PruneJob, text_file: Path) -> None:
     asked, heard = dataclasses.replace(job, evaluate_on=(str(text_file),), evaluation_length=2100), Heard()
     message = r"2100 tokens are longer than the model's 2048 positions; lower evaluation_length \(--eval-length\)"
