@@ -49,7 +49,7 @@ def calibration_windows(
     Raises:
         FileNotFoundError: no such file.
         ValueError: too little text, a file that is not UTF-8, or a line that is not what it should be, or longer than
-            64 MiB where it is drawn from by position.
+            64 MiB where it is drawn from by position; a seed of more than 64 bits.
     """
     if (samples is not None and samples < 1) or sequence_length < 1:
         raise ValueError(f"{samples=} of {sequence_length=}: one sample of one token is the least")

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from distprune.calibration.text import ids_of
+from distprune.calibration.text import generator_of, ids_of
 from distprune.models.decoder_blocks import text_config
 
 _NUM_TEXTS, _LEAST = 4, 32  # of a window whose texts begin with one token; tokens of each, or there are fewer
@@ -91,7 +91,7 @@ def texts_of(
     kinds = ["tokens"] if prompts is None or not begun else []
     if begun:
         kinds += ["beginnings", "chats" if can_chat else "beginnings"]
-    generator = torch.Generator("cpu").manual_seed(seed)
+    generator = generator_of(seed)
     num_texts = max(1, min(_NUM_TEXTS, length // _LEAST))  # of a window
     text_length = -(-length // num_texts)
     for line, ids in zip(lines, begun, strict=True) if lines else ():

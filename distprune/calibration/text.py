@@ -38,7 +38,7 @@ class TextFile:
             FileNotFoundError: no such file.
             ValueError: it is not what it should be, or too small.
         """
-        generator = torch.Generator().manual_seed(seed)
+        generator = generator_of(seed)
         with open_text(self._path, "calibration file") as file:
             if num_windows is not None and is_drawn_by_place(self._path, num_windows, length):
                 return _draw_by_place(self._tokenizer, self._path, file, num_windows, length, generator)
@@ -52,7 +52,20 @@ def draw_windows_of_text(tokenizer: Any, text: str, num_windows: int | None, len
     ids = ids_of(tokenizer, text)
     is_name = len(text) <= _LONGEST_NAME and "\n" not in text  # mistyped, perhaps
     source = f"the text {text!r} (there is no file of that name)" if is_name else "the text"
-    return _cut(ids, source, num_windows, length, torch.Generator().manual_seed(seed))
+    return _cut(ids, source, num_windows, length, generator_of(seed))
+
+
+def generator_of(seed: int) -> torch.Generator:
+    """Return torch's generator on the CPU, of a ``seed`` that a user gave. Local.
+
+    Raises:
+        TypeError, ValueError: it is no int, or has more than 64 bits.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be an int, not {seed!r}")
+    if not -(1 << 63) <= seed < 1 << 64:
+        raise ValueError(f"{seed=} has more than the 64 bits that torch draws by")
+    return torch.Generator("cpu").manual_seed(seed)
 
 
 def _cut(ids: list[int], source: str, num_windows: int | None, length: int, generator: torch.Generator) -> torch.Tensor:

@@ -194,6 +194,10 @@ def one_line_errors(path: Path, what: str) -> Iterator[None]:
             said = f"it needs code that comes with it ({_auto_map(path)}), and no such code is run here"
             way_out = "if you trust it, load it yourself with trust_remote_code=True and call distprune.prune_model"
             raise ValueError(f"{path} holds no {what} that transformers knows: {said}; {way_out}") from error
+        if "AutoModelForCausalLM" in said:  # and all classes that it knows
+            kind = read_json(path / CONFIG_NAME).get("model_type")
+            said = f"it builds no causal language model of type {kind!r}; --streamed prunes the weights alone, and "
+            said += "distprune.prune_model a model that you load yourself"
         raise ValueError(f"{path} holds no {what} that transformers can load: {said[:_MAX_MESSAGE]}") from error
 
 

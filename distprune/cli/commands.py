@@ -74,6 +74,7 @@ def add_command(
             _check_given(tables, kind, given)
             job = kinds[kind](**given)
             job.check_asked()
+            job.check_given(given)
         except ValueError as error:
             raise UsageError(str(error)) from None
         context.obj(JobCommand(job, running))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from fractions import Fraction
 from math import inf
@@ -188,6 +188,9 @@ class BareJob:
     def check_asked(self) -> None:
         """Raise a TypeError or a ValueError for what is wrong whatever the model and the files are. Local."""
         check_fields(self)
+
+    def check_given(self, names: Collection[str]) -> None:
+        """Raise a ValueError for one of ``names``, fields that a command line gives, that says nothing here. Local."""
 
     def check(self, *inputs: Path) -> Path:
         """Return where the output is; raise what can be known to be wrong before anything is read. Local.

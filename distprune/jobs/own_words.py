@@ -7,7 +7,7 @@ safetensors, with what the windows were written with in its metadata.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -211,6 +211,13 @@ class CalibratedJob(Job):
                     "sequence_length=1 (--sequence-length 1) leaves nothing to write; take windows of a text, and "
                     "own_words=0 (--own-words 0)"
                 )
+
+    @override
+    def check_given(self, names: Collection[str]) -> None:
+        if "samples" in names and self.calibration == SELF and isinstance(self.own_words, str):
+            raise ValueError(
+                f"--samples goes with a --calibration text here: --own-words {self.own_words} takes all windows"
+            )
 
     def own_words_or_default(self) -> int | str | None:
         """Return what is to stand in ``own_words``; ``None``: as :func:`counts_of` says. Local."""

@@ -77,6 +77,10 @@ def test_windows_of_text_and_of_several_files(tmp_path: Path) -> None:
         calibration_windows("notes.txt", letters)
     with pytest.raises(FileNotFoundError, match="there is no calibration file nothing"):
         calibration_windows([Path("nothing")], letters)
+    with pytest.raises(ValueError, match="seed=18446744073709551616 has more than the 64 bits"):
+        calibration_windows(one, letters, 3, 4, seed=1 << 64)
+    with pytest.raises(TypeError, match=r"seed must be an int, not 0\.5"):
+        calibration_windows(one.read_text(), letters, 3, 4, seed=0.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="samples=0 of sequence_length=4"):
         calibration_windows(one, letters, 0, 4)
 

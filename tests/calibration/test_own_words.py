@@ -299,6 +299,7 @@ def test_what_cannot_write_is_refused() -> None:
         ({"sequence_length": 9}, "longer than the model's 8 positions"),
         ({"sequence_length": 1}, "leaves nothing to write behind 1 given"),
         ({"samples": 0}, "samples=0"),
+        ({"seed": 1 << 64}, "seed=18446744073709551616 has more than the 64 bits"),
         ({"temperature": 0.0}, "temperature=0.0"),
         ({"prompts": samples(3, 2)}, r"must be \(at most 2, 1 or more tokens\), not \(3, 2\)"),
         ({"prompts": torch.full((2, 2), VOCABULARY)}, "outside the model's vocabulary"),

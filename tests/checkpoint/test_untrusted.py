@@ -109,6 +109,14 @@ def test_copies_that_differ(tmp_path: Path, num_ranks: int) -> None:
         assert error is None or (isinstance(error, ValueError) and "weights (256 KiB of each file)" in str(error))
 
 
+def test_a_model_that_is_no_causal_language_model_is_named(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "llava"}')
+    message = "no model that transformers can load: it builds no causal language model of type 'llava'; --streamed"
+    with pytest.raises(ValueError, match=message) as caught:
+        load_model(folder)
+    assert len(str(caught.value)) < 300 + len(str(folder))
+
+
 def test_more_layers_than_tensors(folder: Path) -> None:
     change(folder / "config.json", num_hidden_layers=10**9)
     with pytest.raises(ValueError, match="layers cannot be made of"):

@@ -222,6 +222,8 @@ SAID = {
     "prun m": "Did you mean 'prune'",
     f"{HALF} --samples 3": "--samples goes with --calibration",
     f"{HALF} --streamed --samples 3": "--samples does not go with --streamed",
+    f"{HALF} --own-words w --samples 3": "--samples goes with a --calibration text here: --own-words w takes all",
+    "shrink m --output o --mlp 6 --own-words w --samples 128": "--own-words w takes all windows",
     f"{HALF} --eval-length 3": "--eval-length goes with --eval",
     f"{HALF} --eval t --eval-tokens 100": "evaluation_tokens=100 (--eval-tokens) are less than one window of 512 (--ev",
     f"{HALF} --method wanda --scope tensor": "--scope does not go with --method wanda",

@@ -177,7 +177,7 @@ def test_what_may_not_be_read_is_not_called_missing(command: Command, tmp_path: 
     shutil.copytree(model_folder, model)
     words.write_bytes(words_content(torch.ones(2, 8), {}))
     line: list[str | Path] = ["prune", model, "--output", tmp_path / "out", "--sparsity", "0.5"]
-    reading: list[str | Path] = ["--method", "wanda", "--samples", "2", "--sequence-length", "8", "--own-words", words]
+    reading: list[str | Path] = ["--method", "wanda", "--sequence-length", "8", "--own-words", words]
     commands: list[tuple[Path, list[str | Path]]] = [
         (model / "model.safetensors", line),
         (model / "model.safetensors", ["inspect", model]),
