@@ -26,7 +26,7 @@ LINES = {
     "removal": (1518, 1160),
     "scores": (382, 350),
     "selection": (490, 520),
-    "shards": (1279, 1030),
+    "shards": (1281, 1030),
     "training": (1503, 1030),
 }
 

@@ -25,6 +25,15 @@ def test_one_bit_and_order_tell() -> None:
     assert len({base, checksum([swapped]), checksum([flipped])}) == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128])
+def test_signs_tell(dtype: torch.dtype) -> None:
+    """Also where an even number of them differs."""
+    values = torch.randn(1000).to(dtype)
+    two = values.clone()
+    two[[3, 8]] *= -1
+    assert len({checksum([values]), checksum([-values]), checksum([two])}) == 3
+
+
 def test_several_tensors_and_their_order_tell() -> None:
     first, second = torch.ones(3), torch.tensor([True, False])
     assert len({checksum([first]), checksum([first, second]), checksum([second, first]), checksum([])}) == 4
