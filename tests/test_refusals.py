@@ -104,13 +104,18 @@ def other_optimizer(model: nn.Module) -> None:
     prune.hold_zeros(model, torch.optim.SGD(transformer().parameters()), include=INCLUDE)
 
 
-def no_gradient(model: nn.Module) -> None:
+def no_gradient(score: str, model: nn.Module) -> None:
     optimizer = torch.optim.SGD(model.parameters())
-    training = prune.SparseTraining(model, optimizer, schedule=prune.constant(0.5), score="taylor", include=INCLUDE)
+    training = prune.SparseTraining(model, optimizer, schedule=prune.constant(0.5), score=score, include=INCLUDE)
     try:
         optimizer.step()
     finally:
         training.remove()
+
+
+def no_seed(model: nn.Module) -> None:
+    given: Any = "7"
+    prune.SparseTraining(model, torch.optim.SGD(model.parameters()), schedule=prune.constant(0.5), seed=given)
 
 
 def frozen() -> None:
@@ -209,7 +214,9 @@ REFUSED: list[Row] = [
     (partial(units, "gpt2", {"heads": 1}), NotImplementedError, "cannot be removed"),
     # training
     (all_zeros, ValueError, "'layers.0.up.weight' is all zeros"),
-    (partial(trained, no_gradient), ValueError, "'layers.0.attention.q.weight' has no gradient"),
+    (partial(trained, partial(no_gradient, "taylor")), ValueError, "'layers.0.attention.q.weight' has no gradient"),
+    (partial(trained, partial(no_gradient, "movement")), ValueError, "leave out what has none with exclude"),
+    (partial(trained, no_seed), TypeError, "seed must be an int"),
     (frozen, ValueError, r"are frozen .*as under PEFT's adapters.*merge_adapters"),
     (partial(straight, None), TypeError, "expected a torch.optim.Optimizer"),
     (partial(trained, other_optimizer), ValueError, "none of the 8 pruned parameters is among those of SGD"),

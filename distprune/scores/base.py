@@ -244,7 +244,7 @@ def local_scores(
         if missing:
             way = {
                 "input_norm": f"; {WALK.format(score.name)}",
-                "movement": "; SparseTraining sums it up, step by step",
+                "movement": "; SparseTraining sums it up of what has gradients: leave out what has none with exclude",
             }
             raise ValueError(
                 f"score {score.name!r} needs {missing} of {shard.name!r}, which was not given{way.get(missing[0], '')}"

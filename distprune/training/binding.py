@@ -119,11 +119,11 @@ class Binding:
             self._bind(self.find())
             self.trust(signs=trusts_signs)
 
-    def attach(self) -> None:
-        """Register the hooks: nothing has been changed before."""
+    def attach(self, kept: object = None) -> None:
+        """Register the hooks: nothing has been changed before. The model keeps ``kept`` alive, and no copy of it."""
         model = self._weights.weights.model
         self._model_hooks = [
-            model.register_forward_pre_hook(Weak(self._at_forward), prepend=True),
+            model.register_forward_pre_hook(Weak(self._at_forward, kept=kept), prepend=True),
             model.register_load_state_dict_post_hook(Weak(self._state_loaded)),
         ]
         self._watch()
@@ -231,10 +231,11 @@ class Weak:
     """Calls a method, with the arguments given here, as long as its object and they are alive; a copy calls nothing.
 
     A hook of a parameter that kept its arguments would keep the parameter: Python finds no cycles through tensors.
+    ``kept`` lives as long as the hook.
     """
 
-    def __init__(self, method: Any, *arguments: Any) -> None:
-        self._function = method.__func__
+    def __init__(self, method: Any, *arguments: Any, kept: object = None) -> None:
+        self._function, self._kept = method.__func__, kept
         self._arguments = [weakref.ref(argument) for argument in (method.__self__, *arguments)]
 
     def __call__(self, *_: Any) -> None:

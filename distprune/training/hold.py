@@ -77,7 +77,8 @@ def hold_zeros(
     Args:
         model: in any layout that :func:`distprune.prune_model` takes, wrapped or not.
         optimizer: one, several, a wrapper or a container of some (Accelerate, SAM, Lookahead, PostLocalSGD, torchtitan,
-            layer-wise GaLore). ``None``: whichever steps a parameter of the model. It may be given new parameters.
+            layer-wise GaLore). ``None``: whichever steps a parameter, as long as the model lives. It may be given new
+            parameters.
         include: as in :func:`distprune.prune_model`, as is ``exclude``.
         group: the ranks that hold parts of the model.
 
@@ -156,7 +157,7 @@ class Hold(OnSteps):
 
     @override
     def _attach(self) -> None:
-        self._binding.attach()
+        self._binding.attach(self if self._of_all else None)  # no optimizer keeps it
         super()._attach()
         for optimizer in self._optimizers:
             if "_optimizer_load_state_dict_post_hooks" in vars(optimizer):  # Lookahead's wrapper has none

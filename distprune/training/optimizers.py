@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, TypeGuard
 
 import torch
@@ -27,10 +28,10 @@ outside_dynamo = private("torch", "_disable_dynamo")
 class OnSteps(ABC):
     """Does something before each step of some optimizers, once the gradients are there, and after it.
 
-    The hooks live on the optimizers, or on all that there are, whatever wraps the model. A step with a
-    closure has its gradients once the closure was called: ``_before_closure`` comes first, as the step begins, and
-    ``_before_step`` after the closure. ``_each_time``: both as often as the optimizer calls the closure. Hooks go with
-    neither a copy nor a pickle: a copy of what had some registers its own.
+    The hooks live on the optimizers, which keep this alive, or on all that there are, which do not, whatever wraps the
+    model. A step with a closure has its gradients once the closure was called: ``_before_closure`` comes first, as the
+    step begins, and ``_before_step`` after the closure. ``_each_time``: both as often as the optimizer calls the
+    closure. Hooks go with neither a copy nor a pickle: a copy of what had some registers its own.
     """
 
     _each_time: ClassVar[bool] = False
@@ -50,9 +51,12 @@ class OnSteps(ABC):
     def _after_step(self, optimizer: Optimizer) -> None: ...
 
     def _attach(self) -> None:
+        while _gone:
+            _gone.pop().remove()
         if self._of_all:
-            self._handles.append(register_optimizer_step_pre_hook(self._at_begin))
-            self._handles.append(register_optimizer_step_post_hook(self._at_end))
+            self._handles.append(register_optimizer_step_pre_hook(_weak(self._at_begin)))
+            self._handles.append(register_optimizer_step_post_hook(_weak(self._at_end)))
+            weakref.finalize(self, _gone.extend, self._handles)
         for optimizer in self._optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._at_begin))
             self._handles.append(optimizer.register_step_post_hook(self._at_end))
@@ -96,6 +100,21 @@ class OnSteps(ABC):
     @outside_dynamo  # type: ignore[untyped-decorator]
     def _at_end(self, optimizer: Optimizer, *_: Any) -> None:
         self._after_step(optimizer)
+
+
+# Hooks on all optimizers whose object is gone, to be removed later: torch may be going through them.
+_gone: list[RemovableHandle] = []
+
+
+def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls ``method`` as long as its object is alive, and does nothing then."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        alive = reference()
+        return None if alive is None else alive(*arguments)
+
+    return outside_dynamo(call)  # type: ignore[no-any-return]
 
 
 def unwrapped(optimizer: object) -> list[Optimizer]:

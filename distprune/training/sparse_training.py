@@ -21,7 +21,7 @@ from distprune.hints import with_hints
 from distprune.models.find_shards import NamePattern
 from distprune.patterns.as_pattern import says_how_much
 from distprune.patterns.base import Pattern, Scope
-from distprune.pruning.agreement import NamedWeights
+from distprune.pruning.agreement import NamedWeights, check_seed
 from distprune.pruning.prune_model import Request, prune_requested
 from distprune.scores.as_score import Movement, ScoreLike, as_score
 from distprune.shards.local_shard import LocalShard
@@ -93,7 +93,7 @@ class SparseTraining:
         pattern: Pattern | str = "unstructured",
         scope: Scope | None = None,
         regrow: Regrow | None = None,
-        seed: int = 0,
+        seed: int | None = 0,
         include: NamePattern | Sequence[NamePattern] = (),
         exclude: NamePattern | Sequence[NamePattern] = (),
         group: Group = None,
@@ -113,6 +113,7 @@ class SparseTraining:
                 raise TypeError("sparse training counts the steps of an optimizer; pass it")
             self._score = as_score(score)
             _check_callable(self._schedules)
+            check_seed(seed)
             if regrow is not None and not isinstance(regrow, Regrow):
                 raise TypeError(f"regrow takes a Regrow, such as Regrow(stop=1000), not {regrow!r}")
             levels += (self._levels(step) for step in range(_NUM_CHECKED_STEPS))
@@ -226,7 +227,7 @@ class SparseTraining:
             self._add_movement()
         self._prune(step, self._levels(step))
         if how is not None and how.is_due(step) and any(self._level):
-            seed = self._seed + step if how.by == "random" else None
+            seed = self._seed + step if how.by == "random" and self._seed is not None else None
             moved = self.hold.regrow(how.share(step), self._request.pattern, by=how.by, seed=seed)
             self.updates.append(Update(step, moved.num_held, moved.num_elements, moved.num_moved))
             if how.by == "gradient":

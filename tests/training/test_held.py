@@ -236,23 +236,26 @@ def test_gradients_are_masked_again_where_they_were_written(pool: ProcessPool, l
     assert all(num == 0 for num in num_masked) == (way == "nothing" and "ddp" not in layout)
 
 
-def let_go_on_rank(_: int) -> bool:
+def let_go_on_rank(_: int, given: bool) -> bool:
     model: nn.Module = nn.Linear(8, 8)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     prune.prune_model(model, 0.5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hold_zeros(model, optimizer)
+    hold_zeros(model, optimizer if given else None)
+    gc.collect()
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
+    assert prune.sparsity(model) == 0.5
     gone = weakref.ref(model)
     del model, optimizer
     gc.collect()
     return gone() is None
 
 
-def test_a_model_that_nobody_needs_is_let_go(pool: ProcessPool) -> None:
+@pytest.mark.parametrize("given", [True, False])
+def test_a_model_that_nobody_needs_is_let_go(pool: ProcessPool, given: bool) -> None:
     """Through hooks of parameters, where Python finds no cycles, it would stay, and gloo's threads with it."""
-    assert pool.run(2, let_go_on_rank) == [True, True]
+    assert pool.run(2, let_go_on_rank, given) == [True, True]
 
 
 X, Y = (torch.randn(5, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(2))

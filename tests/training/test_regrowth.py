@@ -238,3 +238,13 @@ def test_an_update_on_a_device_waits_as_often_for_many(name: str) -> None:
     one = waits_of(1, 1024)
     assert waits_of(3, 1024) == waits_of(1, 64) == one
     assert one[0] > 0
+
+
+def test_without_a_seed_what_grows_is_drawn() -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    regrow = Regrow(stop=10, every=1)
+    training = SparseTraining(model, optimizer, schedule=constant(0.5), regrow=regrow, seed=None)
+    for _ in range(2):
+        optimizer.step()
+    assert training.updates[-1].num_moved

@@ -30,7 +30,7 @@ class Options(TypedDict, total=False):
     pattern: Pattern | str
     scope: Scope | None
     regrow: Regrow | None
-    seed: int
+    seed: int | None
 
 
 class Attached:
