@@ -190,6 +190,17 @@ def state_of(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, object]
     return state if isinstance(state, dict) else {}
 
 
+def unscaled(gradient: torch.Tensor, optimizer: Optimizer) -> torch.Tensor:
+    """Return ``gradient`` as ``optimizer`` steps by it, zeros where it skips its step, without waiting for a device.
+
+    GradScaler leaves both to a fused optimizer, while it steps: to divide by the scale, and to look for an overflow.
+    """
+    scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    if scale is not None:
+        gradient = gradient / scale.to(gradient.device)
+    return gradient if overflow is None else torch.where(overflow.to(gradient.device) > 0, 0, gradient)
+
+
 def check_moves(optimizers: Sequence[Optimizer], shards: Sequence[LocalShard]) -> list[bool]:
     """Return whether each of ``optimizers`` moves one of ``shards``. Local.
 

@@ -24,12 +24,13 @@ from distprune.patterns.base import Pattern, Scope
 from distprune.pruning.agreement import NamedWeights, check_seed
 from distprune.pruning.prune_model import Request, prune_requested
 from distprune.scores.as_score import Movement, ScoreLike, as_score
+from distprune.shards.device import fetched, on_host
 from distprune.shards.local_shard import LocalShard
 from distprune.shards.parameter_range import gradients_of
-from distprune.training.binding import in_backward
+from distprune.training.binding import WatchedWeights, in_backward
 from distprune.training.carried import laid_out, load_in_place
 from distprune.training.hold import Hold
-from distprune.training.optimizers import Optimizers, only_makes_state
+from distprune.training.optimizers import Optimizers, only_makes_state, unscaled
 from distprune.training.regrowth import Regrow
 from distprune.training.report import TrainingReport, Update
 from distprune.training.schedules import Schedule, check_rise
@@ -72,6 +73,9 @@ class SparseTraining:
     (:meth:`state_dict`): the zeros are in the weights. A copy (``deepcopy``, pickle) that is made together with the
     model and the optimizer trains and holds the copies; only that of the default group can be pickled.
 
+    A step that a GradScaler skips does not count; of a fused optimizer on a device, whose skips the host does not learn
+    of, it does, unless the zeros were to change at it.
+
     Every rank of ``group`` must make it, and step. A step at which nothing changes does not communicate (at a learning
     rate of 0: one round of 16 bytes); others take the rounds of :func:`distprune.prune_model`, whatever the number of
     layers, and twice as many to regrow.
@@ -105,7 +109,7 @@ class SparseTraining:
         self._names = [*schedule] if isinstance(schedule, Mapping) else None  # what each schedule is for
         self._schedules = [*schedule.values()] if isinstance(schedule, Mapping) else [schedule]
         self._comm = communicator(group)
-        self._level: list[float] = []  # what was pruned to last, if anything
+        self._level = [0.0] * len(self._schedules)  # what was pruned to last
         self._movement: dict[str, torch.Tensor] = {}  # by parameter, of local shape
         levels: list[list[float]] = []
         with together(self._comm):
@@ -121,6 +125,7 @@ class SparseTraining:
                 check_rise(before, after)
         agree(self._comm, {"the first steps of the schedule": levels})
         weights = NamedWeights(model, include, exclude)
+        self._watched = WatchedWeights(weights)
         self._request = Request(weights, None, self._score, pattern, scope, seed)
         self._last_checked = levels[-1]
         self.hold = Hold(weights, optimizer, self._comm, listener=self._before_step, checks=any(levels[0]))
@@ -165,7 +170,7 @@ class SparseTraining:
             if int(state_dict["step"]):
                 warnings.warn("the checkpoint has no sums of movement: they begin anew", stacklevel=2)
         self.step = int(state_dict["step"])
-        self._level = self._levels(self.step - 1) if self.step else []
+        self._level = self._levels(self.step - 1) if self.step else [0.0] * len(self._schedules)
         self.hold.expect_others()
 
     @override
@@ -197,8 +202,9 @@ class SparseTraining:
         ahead = [self._last_checked]
         with contextlib.suppress(Exception):  # a schedule of one's own may end with the training
             ahead.append(self._levels(self.step))
-        reached = self._level or [0.0] * len(self._last_checked)
-        most, level = max(zip(map(max, *ahead, reached), reached, strict=True), key=lambda pair: pair[0] - pair[1])
+        most, level = max(
+            zip(map(max, *ahead, self._level), self._level, strict=True), key=lambda pair: pair[0] - pair[1]
+        )
         if self.step and most - level > _NO_MATTER:
             warnings.warn(
                 f"training ended after {self.step:,} steps with the schedule at {level:.4g}, and it goes on to "
@@ -223,10 +229,15 @@ class SparseTraining:
         if only_makes_state(self._comm, optimizer):
             return
         step, how = self.step, self._regrow
+        levels, moves = self._levels(step), how is not None and how.is_due(step)
+        overflow = getattr(optimizer, "found_inf", None)  # GradScaler lets a fused optimizer skip its step
+        changes = moves or levels != self._level  # then the host waits in any case
+        if overflow is not None and (changes or on_host(overflow.device)) and any(map(bool, fetched([overflow]))):
+            return
         if isinstance(self._score, Movement):
-            self._add_movement()
-        self._prune(step, self._levels(step))
-        if how is not None and how.is_due(step) and any(self._level):
+            self._add_movement(optimizer)
+        self._prune(step, levels)
+        if how is not None and moves and any(self._level):
             seed = self._seed + step if how.by == "random" and self._seed is not None else None
             moved = self.hold.regrow(how.share(step), self._request.pattern, by=how.by, seed=seed)
             self.updates.append(Update(step, moved.num_held, moved.num_elements, moved.num_moved))
@@ -236,9 +247,8 @@ class SparseTraining:
 
     def _prune(self, step: int, levels: list[float]) -> None:
         """Prune to ``levels`` at ``step``, if that is more than before."""
-        before = self._level or [0.0] * len(levels)
-        check_rise(before, levels)
-        if before == levels:
+        check_rise(self._level, levels)
+        if levels == self._level:
             return
         asked = levels[0] if self._names is None else dict(zip(self._names, levels, strict=True))
         evidence = {name: {"movement": total} for name, total in self._movement.items()}
@@ -251,11 +261,11 @@ class SparseTraining:
         self.sparsities = {parameter.name: parameter.sparsity for parameter in report.parameters}
         self.updates.append(Update(step, report.num_zeros, report.num_elements))
 
-    def _add_movement(self) -> None:
-        shards, model = self._request.weights.find().shards, self._request.weights.model
+    def _add_movement(self, optimizer: Optimizer) -> None:
+        shards, model = self._watched.find().shards, self._request.weights.model
         for shard, gradient in zip(shards, gradients_of(shards, model.parameters()), strict=True):
             if gradient is not None:  # else choosing says so, on all ranks
-                self._sum_of(shard).addcmul_(shard.local, gradient, value=-1)
+                self._sum_of(shard).addcmul_(shard.local, unscaled(gradient, optimizer), value=-1)
 
     def _sum_of(self, shard: LocalShard) -> torch.Tensor:
         """Return the sum of movement so far, of local shape."""
@@ -266,7 +276,7 @@ class SparseTraining:
 
     def _sums(self) -> dict[str, torch.Tensor]:
         """Return the sums of movement in their parameters' layout, zeros at first."""
-        return laid_out(self._request.weights.find().shards, self._sum_of, "sums of movement")
+        return laid_out(self._watched.find().shards, self._sum_of, "sums of movement")
 
 
 def _check_callable(schedules: Sequence[object]) -> None:

@@ -6,6 +6,7 @@ keeps of them, and what it prunes is *set aside*, so both together are the laten
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ from distprune.scores.base import LocalScores
 from distprune.shards.device import fetched, row_chunks
 from distprune.shards.local_shard import LocalShard
 from distprune.shards.parameter_range import gradient_of, ranges_of
-from distprune.training.binding import Weak, in_backward
+from distprune.training.binding import WatchedWeights, Weak, in_backward
 from distprune.training.carried import laid_out, load_in_place
 from distprune.training.optimizers import (
     OnSteps,
@@ -107,6 +108,7 @@ class StraightThrough(OnSteps):
         super().__init__()
         self.step = 0  # how many were done
         self._weights = NamedWeights(model, include, exclude)
+        self._watched = WatchedWeights(self._weights)
         self._pattern, self._decay, self._every = pattern, decay, every
         self._comm = communicator(group)
         self._aside: dict[str, torch.Tensor] = {}  # by parameter, of local shape
@@ -116,7 +118,7 @@ class StraightThrough(OnSteps):
         def look() -> None:
             self._check_arguments()
             self._optimizers = _that_step(optimizer)
-            self._layout = _layout_of(self._weights.find().shards)
+            self._layout = _layout_of(self._watched.find().shards)
 
         shards, masks = self._choose(look)
 
@@ -153,7 +155,7 @@ class StraightThrough(OnSteps):
             NotImplementedError: under FSDP1, whose places no checkpoint knows.
         """
         self._prune_again()
-        shards = [shard for shard in self._weights.find().shards if shard.name in self._aside]
+        shards = [shard for shard in self._watched.find().shards if shard.name in self._aside]
         return {"step": self.step, "aside": laid_out(shards, lambda shard: self._aside[shard.name], _WHAT)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -199,7 +201,7 @@ class StraightThrough(OnSteps):
         with agreeing(self._comm) as agreed:
             look()
             pattern = as_pattern(self._pattern)
-            agreed.found = self._weights.find_for(pattern)
+            agreed.found = dataclasses.replace(self._weights, model=self._watched.find()).find_for(pattern)
             options = {"decay": repr(self._decay), "every": self._every, "number of optimizers": len(self._optimizers)}
             agreed.facts = {"pattern": repr(pattern), **options, **self._weights.facts}
         agreed.check_found()
@@ -230,7 +232,7 @@ class StraightThrough(OnSteps):
         gradients: dict[str, torch.Tensor] = {}
 
         def open_up(num_written: torch.Tensor) -> None:
-            shards = self._weights.find().shards
+            shards = self._watched.find().shards
             if _layout_of(shards) != self._layout:
                 raise ValueError(
                     "the parameters are laid out otherwise, or are others, than when StraightThrough was made; make it "

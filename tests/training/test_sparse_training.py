@@ -270,6 +270,29 @@ def test_no_step_where_gradients_choose(name: str, scales: bool) -> None:
     assert [update.num_moved > 0 for update in training.updates] == [False, True]
 
 
+@pytest.mark.parametrize("score", ["movement", "taylor"])
+def test_steps_that_a_scaler_skips(score: str) -> None:
+    """A fused optimizer divides gradients and skips steps by itself: it comes to what others come to."""
+    results: list[tuple[int, list[torch.Tensor], dict[str, torch.Tensor]]] = []
+    for fused in (False, True):
+        model = transformer()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+        schedule = at_once(0.5, step=3)
+        training = SparseTraining(model, optimizer, schedule=schedule, score=score, include=INCLUDE)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.zeros(()))
+        for i, tokens in enumerate(batches(7)):  # it overflows at the first step, and where weights are pruned
+            Wrapped(model, 0, 1).step(tokens, scale=float("inf") if i in (0, 4) else scaler.get_scale())
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        results.append((training.step, held(model), training._movement))
+    (steps, masks, sums), (of_fused, other_masks, other_sums) = results
+    assert steps == of_fused == 5
+    assert all(map(torch.equal, masks, other_masks))
+    assert all(torch.allclose(total, other_sums[name], rtol=1e-4, atol=1e-6) for name, total in sums.items())
+
+
 def test_report(tmp_path: Path) -> None:
     model = nn.Linear(10, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -30,8 +30,8 @@ class SparseTrainingCallback(Attached, TrainerCallback):  # type: ignore[misc]
     Plain, DDP or FSDP2. ``schedule`` and the other arguments are those of :class:`distprune.SparseTraining`;
     without a schedule, the zeros that are there are held (:func:`distprune.hold_zeros`). Training begins after a
     checkpoint is loaded, and goes on at the step that the checkpoint was saved at. A step is a step of the optimizer,
-    as it is for the learning rate: one that a GradScaler skips does not count. A checkpoint that was saved without this
-    callback goes on at its ``global_step``.
+    as it is for the learning rate; :class:`distprune.SparseTraining` says which count of those that a GradScaler skips.
+    A checkpoint that was saved without this callback goes on at its ``global_step``.
 
     Checkpoints keep the -0.0 of weights that are not held, so that they can be resumed. When ``train()`` returns, every
     -0.0 is 0.0, so ``save_model()`` after it writes none. ``load_best_model_at_end`` may choose a checkpoint that was
