@@ -23,6 +23,7 @@ from distprune.collectives.communicator import Alone
 from distprune.collectives.guarded import Guarded, guarding
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.evaluating import evaluating, keeping_weights
+from distprune.models.runnable import does_not_run, is_encoder_decoder
 from distprune.shards.device import fetched
 from distprune.shards.fsdp2_forward import gather, kept_gathered, reset_forward, take_roots
 from distprune.shards.torch_private import private
@@ -241,14 +242,9 @@ class _Learner:
             except _ReachedLast:
                 pass
             except (TypeError, ValueError, AttributeError) as error:
-                is_encoder_decoder = getattr(getattr(self._model, "config", None), "is_encoder_decoder", False)
-                if self._calls or not (is_encoder_decoder or isinstance(error, AttributeError)):
+                if self._calls or not (is_encoder_decoder(self._model) or isinstance(error, AttributeError)):
                     raise
-                kind = "is an encoder-decoder model that " if is_encoder_decoder else ""
-                raise ValueError(
-                    f"{type(self._model).__name__} {kind}does not run on input_ids alone ({error}); prune_model prunes "
-                    "by the weights alone"
-                ) from error
+                raise does_not_run(self._model, error) from error
         calls = self._calls
         if len(calls) < num_asked:
             raise ValueError(

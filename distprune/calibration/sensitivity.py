@@ -35,6 +35,7 @@ from distprune.models.evaluating import evaluating, keeping_weights, needing_gra
 from distprune.models.experts import expert_gradients
 from distprune.models.find_shards import bare_model
 from distprune.models.linear_layers import LinearLayer
+from distprune.models.runnable import run_on_tokens
 from distprune.shards.device import are_finite, batches, fetched
 from distprune.shards.in_step import in_step
 
@@ -46,7 +47,8 @@ _EXPERTS_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")  # of eve
 @dataclass(frozen=True)
 class Sensitivity:
     """Of one linear layer, over all ranks' tokens: ``inputs`` (in,) are the sums of squares of the features it is
-    given, ``outputs`` (out,) those of the gradients of what it puts out; float32. Without a token all are 0."""
+    given, ``outputs`` (out,) those of the gradients of what it puts out; float32. All are 0 without a
+    token, and where the layer runs without gradients (an indexer of attention)."""
 
     inputs: torch.Tensor
     outputs: torch.Tensor
@@ -123,7 +125,12 @@ class _BackwardListener:
         bounds = map(sample_group.features, self.sizes)  # of this rank's features
         self._sums = [torch.zeros(stop - start, dtype=torch.float64, device=device) for start, stop in bounds]
         self._losses: list[tuple[range, torch.Tensor]] = []  # of the windows of each batch that counts
-        self._takes = False  # not while a block runs once more, nor for a batch that does not count
+        self._counts = False  # not while a block runs once more, nor for a batch that does not count
+
+    @property
+    def _takes(self) -> bool:
+        """Whether what a layer is now given and puts out counts: not what it does without gradients."""
+        return self._counts and torch.is_grad_enabled()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -137,11 +144,11 @@ class _BackwardListener:
 
     def run(self, model: nn.Module, batch: Batch) -> None:
         """Run a batch forward and backward, and take in what it says, if it is no padding."""
-        self._takes = bool(batch.windows)
+        self._counts = bool(batch.windows)
         try:
-            logits = model(**batch.inputs).logits
+            logits = run_on_tokens(model, **batch.inputs).logits
         finally:
-            self._takes = False
+            self._counts = False
         check_logits(logits, getattr(getattr(model, "config", None), "vocab_size", None))
         predicting, targets = logits[:, :-1].flatten(0, 1), batch.inputs["input_ids"][:, 1:].flatten()
         gradient = torch.empty_like(predicting)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -33,6 +34,34 @@ def check_runs_on_tokens(model: nn.Module) -> None:
         )
     for name in _without_values(model):
         raise no_values(name)
+
+
+def run_on_tokens(model: nn.Module, **inputs: Any) -> Any:
+    """Return what a forward of ``model`` on token ids puts out.
+
+    Raises:
+        ValueError: it is an encoder-decoder model that does not run on them alone.
+    """
+    try:
+        return model(**inputs)
+    except (TypeError, ValueError, AttributeError) as error:
+        if not is_encoder_decoder(model):
+            raise
+        raise does_not_run(model, error) from error
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Return whether the configuration of ``model`` says that it has an encoder."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def does_not_run(model: nn.Module, error: Exception) -> ValueError:
+    """Return what to raise where ``error`` says that ``model`` needs more than token ids."""
+    kind = "is an encoder-decoder model that " if is_encoder_decoder(model) else ""
+    return ValueError(
+        f"{type(model).__name__} {kind}does not run on input_ids alone ({error}); prune_model prunes by the weights "
+        "alone"
+    )
 
 
 def check_not_offloaded(model: nn.Module) -> None:

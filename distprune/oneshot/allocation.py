@@ -61,7 +61,8 @@ def allocate(
 
     To be given to :func:`distprune.prune_blocks` as ``sparsity``, before anything is pruned. Each share is a whole
     number of weights of each row. What it then prunes by rows is ``round(sparsity * all weights)``, to within half the
-    rows of the smallest layer. A layer that no token reached (an expert that nothing was routed to) has ``sparsity``.
+    rows of the smallest layer. A layer that no token reached (an expert that nothing was routed to), or that runs
+    without gradients (an indexer of attention), has ``sparsity``.
 
     Args:
         model, samples, group, batch_tokens: as of :func:`distprune.prune_blocks`; samples of two tokens or more.

@@ -23,6 +23,7 @@ from typing_extensions import override
 import distprune as prune
 from tests.architectures import samples, tiny_model
 from tests.decoder import Decoder
+from tests.families import family_model
 from tests.worlds import run_threads
 
 TOKENS = samples(4)
@@ -61,6 +62,10 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: ViTForImageClassification(ViTConfig(**_IMAGES)),
         "ViTForImageClassification does not run on token ids alone, it reads pixel_values",
     ),
+    "t5": (
+        lambda: family_model("t5", vocab_size=97),
+        "T5ForConditionalGeneration is an encoder-decoder model that does not run on input_ids alone (",
+    ),
     "blip2": (blip2, "Blip2ForConditionalGeneration does not run on token ids alone, it reads pixel_values"),
 }
 # What says more of it: transformers' models say themselves whether they generate, and configs which sizes they can say.
@@ -68,11 +73,15 @@ OTHERWISE = {
     ("whisper", "own_words"): "is an encoder-decoder",
     ("vit", "own_words"): "does not generate text",
     ("whisper", "shrink_model"): "WhisperConfig cannot say this",
+    ("t5", "own_words"): "is an encoder-decoder",
+    ("t5", "shrink_model"): "T5Config cannot say this",
+    ("t5", "layers of shrink_model"): "T5Config cannot say this",
     ("whisper", "layers of shrink_model"): "WhisperConfig cannot say this",
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.filterwarnings("ignore:only the blocks of 'decoder.block' are pruned")
 def test_a_model_that_does_not_run_on_tokens(name: str) -> None:
     make, said = OTHERS[name]
     model = make().eval()

@@ -19,6 +19,7 @@ from distprune.models.linear_layers import linear_layers
 from distprune.oneshot.allocation import Bounds, below_one_threshold, whole_rows_of
 from tests import allocation_oracle as oracle
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
+from tests.families import family_model, tokens
 from tests.oneshot.alike import TOKENS, matrices, sharded
 from tests.oneshot.test_errors import check_all_raise
 from tests.oneshot.test_tensor_parallel import make, wrapped
@@ -106,6 +107,17 @@ def test_experts_without_tokens_have_the_uniform_share() -> None:
     assert unseen
     for of_layer in unseen:
         assert of_layer.num_pruned / of_layer.num_elements == found[of_layer.name] == pytest.approx(SHARE, abs=0.03)
+
+
+def test_layers_without_gradients_have_the_uniform_share() -> None:
+    """The indexer of attention says which keys count, and the loss feels nothing else of it."""
+    model: Any = family_model("deepseek_v32")
+    found = allocate(model, tokens(3, 12), SHARE)
+    indexers = {name: share for name, share in found.items() if ".indexer." in name}
+    assert indexers == {name: pytest.approx(SHARE, abs=0.03) for name in indexers}
+    sizes = {name: model.get_submodule(name).weight.numel() for name in indexers}
+    assert len(sizes) == 9
+    assert len(set(found.values())) > 3
 
 
 def on_rank(_: int, layout: str, architecture: str, tokens: torch.Tensor) -> dict[str, float]:
