@@ -20,7 +20,8 @@ from distprune import Block, NByM, Unstructured
 from distprune.jobs import FinetuneJob, OneShotJob, StreamedJob, run_finetune_job, run_one_shot_job, run_streamed_job
 from distprune.removal.choose_units import choose_units
 from distprune.removal.rebuild import remove_units
-from tests.architectures import samples, tiny_model
+from tests.architectures import VOCABULARY, samples, tiny_model
+from tests.families import family_model
 from tests.removal.test_choose_units import make
 from tests.training.exact import Exact
 from tests.training.optimizers import INCLUDE
@@ -28,6 +29,10 @@ from tests.worlds import all_raise, run_threads
 from tests.wrapped import transformer
 
 TOKENS = samples(4)
+# Its layers compute by their places: none but the last can leave.
+PLACED = partial(tiny_model, "gpt2", n_layer=4, scale_attn_by_inverse_layer_idx=True)
+SPARE = partial(family_model, "longcat_flash", vocab_size=VOCABULARY)  # one weight has more experts than the other
+TOWERS = partial(family_model, "gemma4", vocab_size=VOCABULARY)  # not all have the attention of the text's decoder
 BLOCKS: dict[str, Any] = {"samples": TOKENS, "method": "wanda", "pattern": Unstructured(0.5)}
 
 
@@ -59,20 +64,17 @@ def shares(**arguments: Any) -> None:
         prune.allocate(model, **{"samples": TOKENS, "sparsity": 0.6, **arguments})
 
 
-def shrink(**arguments: Any) -> None:
-    with unchanged(make("llama")) as model:
+LLAMA = partial(make, "llama")
+
+
+def shrink(make: Callable[[], nn.Module] = LLAMA, **arguments: Any) -> None:
+    with unchanged(make()) as model:
         prune.shrink_model(model, TOKENS, **arguments)
 
 
 def units(architecture: str, keep: Any, **how: Any) -> None:
     with unchanged(make(architecture)) as model:
         choose_units(model, TOKENS, keep, **how)
-
-
-def placed(**arguments: Any) -> None:
-    """Of a model whose layers compute by their places: none but the last can leave."""
-    with unchanged(tiny_model("gpt2", n_layer=4, scale_attn_by_inverse_layer_idx=True)) as model:
-        prune.shrink_model(model, TOKENS, **arguments)
 
 
 def cut(kept: torch.Tensor) -> None:
@@ -160,6 +162,8 @@ REFUSED: list[Row] = [
     (partial(blocks, samples=TOKENS[:0]), ValueError, r"samples must be \(num_samples, length\), not \(0, 16\)"),
     (partial(blocks, samples=TOKENS[0]), ValueError, r"samples must be \(num_samples, length\), not \(16,\)"),
     (partial(blocks, samples=["text"]), TypeError, "samples are text: 'text'; distprune.calibration_windows"),
+    (partial(blocks, samples=[[TOKENS, TOKENS]]), TypeError, "a batch is a list of 2 tensors, .*alone, such"),
+    (partial(blocks, samples=[(TOKENS[0], TOKENS[0])]), TypeError, "a batch is a tuple of 2 tensors"),
     (partial(blocks, samples=TOKENS.float()), TypeError, "samples must be a tensor of int64 token ids"),
     (partial(blocks, samples=TOKENS + 100), ValueError, "outside the model's vocabulary of 97"),
     (
@@ -185,9 +189,16 @@ REFUSED: list[Row] = [
     (partial(shrink, heads=2, kv_groups=1), ValueError, "remove one of them, then the other"),
     (partial(shrink, mlp=0.5, criterion="best"), ValueError, "best"),
     (partial(shrink, layers=2, layer_criterion="angle"), ValueError, "angle"),
+    (partial(shrink, mlp=1.0, layers=3), ValueError, "mlp 1.0, layers 3: as many as the model has"),
+    (
+        partial(shrink, SPARE, mlp=0.5),
+        ValueError,
+        "of the experts in 'model.layers.0.*' some would keep 16 and others 32",
+    ),
+    (partial(shrink, TOWERS, mlp=0.5), ValueError, "Gemma4TextConfig cannot say this .mlp 48 to 24, mlp 8"),
     (partial(shrink, layers=5), ValueError, "layers: 5 of the 3 cannot stay"),
     (
-        partial(placed, layers=3),
+        partial(shrink, PLACED, layers=3),
         NotImplementedError,
         "layers 1-3 were chosen to stay, .*'transformer.h.1.attn'.*another",
     ),

@@ -28,7 +28,7 @@ def as_windows(samples: TokenIds) -> torch.Tensor:
     is less than one window. A tensor of int64 is returned as it is. Of what can be read once, all is read.
 
     Raises:
-        TypeError: something else than token ids, such as text.
+        TypeError: something else than token ids, such as text, or batches of several tensors, such as ids and labels.
         ValueError: there is none.
     """
     if isinstance(samples, torch.Tensor):
@@ -72,6 +72,12 @@ def _rows(samples: Any) -> Iterator[torch.Tensor]:
         yield torch.tensor(samples, dtype=torch.int64, device="cpu")
     elif isinstance(samples, Iterable):
         for part in samples:
+            tensors = [one for one in part if isinstance(one, torch.Tensor)] if isinstance(part, list | tuple) else []
+            if len(tensors) > 1 and (isinstance(part, tuple) or any(one.ndim > 1 for one in tensors)):
+                raise TypeError(
+                    f"a batch is a {type(part).__name__} of {len(part)} tensors, and it is not said which are ids: "
+                    "pass those alone, such as [batch[0] for batch in loader]"
+                )
             yield from _rows(part)
     else:
         raise TypeError(f"samples must be {_FORMS}, not a {type(samples).__name__}")

@@ -157,7 +157,7 @@ def choose_units(
     check_parts(comm, agreed.roster, lambda: without_nans(plan.shards))
     if "norms" in criterion.needs and asked:
         find_norms(comm, asked.values(), {shard.name: shard for shard in plan.shards})
-    if "gradients" in criterion.needs:
+    if "gradients" in criterion.needs and asked:
         linears = {name: one.linear for name, one in asked.items()}
         sensitivities = measure_sensitivities(comm, model, linears, samples, batch_tokens=batch_tokens)
         for name, one in asked.items():

@@ -173,6 +173,12 @@ def select_units(model: nn.Module, kept: Kept) -> tuple[Selections, list[SizeCha
     selections: dict[str, list[KeptIndices]] = {}
     for (path, dim), mask in sorted(masks.items()):  # dim 0 comes first: an expert that goes has no channels
         left = mask[masks[path, 0]] if mask.ndim > 1 and (path, 0) in masks else mask
+        least, most = (int(num) for num in torch.aminmax(left.sum(dim=-1)))
+        if least < most:  # experts that are not named, or that nothing reads
+            raise ValueError(
+                f"of the experts in {path!r} some would keep {least} and others {most} of their size: as many "
+                "must stay of all"
+            )
         index = left.nonzero()[:, -1].view(*left.shape[:-1], -1)
         selections.setdefault(path, []).append(KeptIndices(dim, index))
     _check_not_shared(model, selections)

@@ -23,6 +23,7 @@ from distprune.models.find_shards import check_model, count_parameters
 from distprune.models.units import UNIT_KINDS, UnitKind, Units, find_all_units
 from distprune.removal.readers import num_to_keep, number_of
 from distprune.removal.rebuild import Kept, check_layers, cut_shapes, plan_units, select_units, step_of
+from distprune.removal.smaller_config import shapes_of
 
 _EVEN = 16  # MLP widths are multiples of it, as far as those before are: matrix products are faster
 
@@ -99,9 +100,11 @@ class Sizes:
         """
         check_model(model)
         self.check_asked()
-        plan_units(model, self.some_units(model))
+        selections, _ = plan_units(model, self.some_units(model))
         if (num_layers := self.num_layers(model)) < len(decoder_blocks(model)):
             check_layers(model, range(num_layers))
+        elif self.parameters is None and cut_shapes(model, selections) == shapes_of(model):
+            raise ValueError(f"{self}: as many as the model has: there is none to remove")
         return None if self.parameters is None else Budget.of(model, self)
 
 

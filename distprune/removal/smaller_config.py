@@ -85,8 +85,13 @@ def smaller_config(
     changes = [change for change in changes if change.before != change.after]
     if getattr(config, "quantization_config", None):
         raise NotImplementedError("quantized weights cannot be cut; take the model they were quantized from")
-    before = _made_of(config, {})
-    dense = build_like(model, before)
+    try:
+        before = _made_of(config, {})
+        dense = build_like(model, before)
+    except Exception as error:
+        raise NotImplementedError(
+            f"a {type(model).__name__} cannot be built of its configuration, and so not made smaller: {error}"
+        ) from error
     if difference := _difference(shapes_of(model), shapes_of(dense)):
         raise NotImplementedError(f"the model is not what its configuration says: {difference}")
     reasons: list[str] = []
@@ -130,8 +135,16 @@ def _made_of(config: Any, fields: Mapping[str, Any]) -> Any:
     for name, value in fields.items():
         setattr(_text(changed), name, value)
     made = type(config).from_dict(changed.to_dict())
-    made._attn_implementation = config._attn_implementation
+    _implement_alike(made, config)
     return made
+
+
+def _implement_alike(made: Any, config: Any) -> None:
+    """Have ``made``, and each configuration in it, choose the attention that ``config`` has chosen there."""
+    made._attn_implementation = config._attn_implementation  # of those in it, too
+    for name in config.sub_configs:
+        if getattr(made, name, None) is not None:
+            _implement_alike(getattr(made, name), getattr(config, name))
 
 
 def _tries(text: Any, changes: Sequence[SizeChange]) -> Iterator[dict[str, Any]]:

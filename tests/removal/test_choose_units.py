@@ -243,6 +243,13 @@ def test_what_is_cut_puts_out_what_is_zeroed(case: tuple[str, Any]) -> None:
     assert float((cut - zeroed).abs().max()) < 1e-4 * float(zeroed.abs().max())
 
 
+def test_gradients_that_nothing_needs() -> None:
+    model = make("llama")
+    without: list[dict[str, Any]] = [{"refit": "none"}, {"targets": "own"}]
+    for how in without:
+        assert choose_units(model, TOKENS, {}, layers=[0, 2], criterion="taylor", **how).kept == {}
+
+
 def test_a_norm_behind_the_layer_before_a_gap() -> None:
     """What the linear layer puts out is not added as it is: it is left, and a warning says so."""
     sizes = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 2, "num_key_value_heads": 1}
