@@ -67,7 +67,7 @@ def counts_of(
 ) -> WindowCounts:
     """Return how many windows a job has: ``num_samples`` of the text, or without a text in all. Local.
 
-    ``num_own``: what the model writes beside a text, a third of it continuing that, 96 windows where it is ``None``; or
+    ``num_own``: what the model writes beside a text, half of it continuing that, 96 windows where it is ``None``; or
     without a text in the place of ``num_samples``. ``num_text``: the windows of the text that are there.
     ``num_in_file``: those that were written before; ``None``: none were.
 
@@ -79,7 +79,7 @@ def counts_of(
         return WindowCounts(text=num_text if has_text else 0, own=num_in_file)
     if has_text:
         num_own = OWN_WORDS if num_own is None else num_own
-        return WindowCounts(num_text, num_own // 3, num_own - num_own // 3)
+        return WindowCounts(num_text, num_own // 2, num_own - num_own // 2)
     if not (num := num_own or num_samples):
         raise ValueError("a model has no end of windows to write; say how many (--samples), such as 128")
     return WindowCounts(own=num)
@@ -177,7 +177,7 @@ class CalibratedJob(Job):
             model writes the text.
         samples: Windows of the text, drawn by --seed; without a text, windows that the model writes.
         sequence_length: Tokens in each.
-        own_words: Windows that the model writes beside those of the text: a third continue pieces of the text, the
+        own_words: Windows that the model writes beside those of the text: half continue pieces of the text, the
             others begin as documents of many kinds do, and as chats (96 with admm and shrink, else none). Or a file
             that distprune sample has written: all windows in it.
         targets: Aim at each layer's own output, or at the dense model's (the default of admm and of obs).

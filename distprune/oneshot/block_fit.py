@@ -36,7 +36,7 @@ from distprune.shards.local_shard import LocalShard, cut
 
 _LEAST_BATCH, _MOST_BATCHES = 4, 32  # windows; of all windows
 _BETAS = (0.9, 0.95)
-_STEP, _USUAL_RMS = 1e-3, 0.1  # the first step, of a matrix whose root mean square is so large
+_STEP, _USUAL_RMS = 2e-3, 0.1  # the first step, of a matrix whose root mean square is so large
 _WARM_UP, _LEAST = 0.1, 0.1  # of all steps; of the learning rate, at the end
 
 

@@ -50,8 +50,8 @@ def job(job: OneShotJob) -> OneShotJob:
 def test_how_many_windows_of_each_kind(job: OneShotJob, method: Any, num_own: int) -> None:
     wanted: Any = dataclasses.replace(job, method=method, calibration="text.txt").own_words_or_default()
     of_text = partial(counts_of, "text.txt", num_text=4, num_in_file=None)
-    assert of_text(4, wanted) == WindowCounts(4, num_own // 3, num_own - num_own // 3)
-    assert of_text(4, 9) == WindowCounts(4, 3, 6)
+    assert of_text(4, wanted) == WindowCounts(4, num_own // 2, num_own // 2)
+    assert of_text(4, 9) == WindowCounts(4, 4, 5)
     assert counts_of("text.txt", 4, None, num_text=4, num_in_file=7) == WindowCounts(4, own=7)
     assert counts_of("self", 3, wanted, num_text=0, num_in_file=None) == WindowCounts(own=3)
     assert counts_of("self", 3, None, num_text=0, num_in_file=7) == WindowCounts(own=7)
@@ -102,16 +102,16 @@ def test_a_text_is_continued_and_left(
     job = dataclasses.replace(job, calibration=str(path), own_words=9, evaluate_on=(str(path),))
     text, continuing, own = calibrated_with(monkeypatch, lambda: run_one_shot_job(job))
     model, tokenizer = load_model(Path(job.model)), load_tokenizer(Path(job.model))
-    pieces = calibration_windows(path, tokenizer, 3, 3)
+    pieces = calibration_windows(path, tokenizer, 4, 3)
     assert torch.equal(text, calibration_windows(path, tokenizer, 3, 12))
     written = own_words(model, 9, 12, prompts=pieces, tokenizer=tokenizer)
-    assert torch.equal(continuing, written[:3])
-    assert torch.equal(own, written[3:])
+    assert torch.equal(continuing, written[:4])
+    assert torch.equal(own, written[4:])
     report = json.loads((Path(job.output) / "report.json").read_text())
-    assert report["pruning"]["windows"] == {"text": 3, "continuing": 3, "own": 6}
+    assert report["pruning"]["windows"] == {"text": 3, "continuing": 4, "own": 5}
     assert report["pruning"]["num_samples"] == 12
     assert report["stage_seconds"]["write words"] > 0
-    said = "3 windows of 12 tokens of speeches.txt, and 9 that the model wrote, 3 of them continuing it"
+    said = "3 windows of 12 tokens of speeches.txt, and 9 that the model wrote, 4 of them continuing it"
     assert f"| calibration | {said} |" in (Path(job.output) / "README.md").read_text()
     assert not list(Path(job.output).glob("*.tokens"))
 

@@ -50,7 +50,7 @@ def fitted_plainly(block: nn.Module, dense: nn.Module, model: nn.Module, size_of
     fit = {name: p for name, p in block.named_parameters() if name != "mlp.gate.weight"}  # a router
     kept = {name: (p != 0) | (p.ndim == 1) for name, p in fit.items()}
     sizes = {name: p.square().mean().sqrt() / 0.1 if p.ndim > 1 else p.abs().mean() for name, p in fit.items()}
-    rates = {name: 1e-3 * float(of.detach()) for name, of in sizes.items()}
+    rates = {name: 2e-3 * float(of.detach()) for name, of in sizes.items()}
     rates |= {name: rates[name[:-4] + "weight"] for name in fit if name.endswith("bias")}
     first, second = ({name: torch.zeros_like(p) for name, p in fit.items()} for _ in range(2))
     batches: list[list[int]] = []
