@@ -27,7 +27,7 @@ LINES = {
     "scores": (382, 350),
     "selection": (490, 520),
     "shards": (1281, 1030),
-    "training": (1529, 1030),
+    "training": (1531, 1030),
 }
 
 

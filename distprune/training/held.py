@@ -16,7 +16,7 @@ from typing import final
 
 import torch
 
-from distprune.collectives.agree import max_together
+from distprune.collectives.agree import max_together, together
 from distprune.collectives.base import Communicator
 from distprune.collectives.roster import Roster
 from distprune.kernels.held import Tables, count_zeros, read_all_held
@@ -188,8 +188,8 @@ def check_zeros(comm: Communicator, roster: Roster, find: Callable[[], Sequence[
     """Check that every parameter can learn while its zeros are held.
 
     ``find`` returns this rank's shards. Every rank must call it: one round of 8 bytes a parameter, and one of 16
-    where matrices are mostly zeros. A warning names those whose other weights are all the same number: ``eye_`` and
-    ``dirac_`` leave such, and pruning does not.
+    where matrices are mostly zeros. A warning, with a round of 64 bytes, names those whose other weights are all the
+    same number: ``eye_`` and ``dirac_`` leave such, and pruning does not.
 
     Raises:
         ValueError: on every rank: a parameter is all zeros.
@@ -228,12 +228,14 @@ def check_zeros(comm: Communicator, roster: Roster, find: Callable[[], Sequence[
     natural = [name for name, (largest, smallest) in zip(sparse, sizes, strict=True) if largest == -smallest]
     if natural:
         names = ", ".join(map(repr, natural[:4])) + (", ..." if len(natural) > 4 else "")
-        warnings.warn(
-            f"{names} ({len(natural)} parameters) are mostly zeros, and their other weights are all the same number: "
-            "eye_ and dirac_ leave them so, pruning does not. Their zeros are held, and never learn: leave them out "
-            "with exclude, or prune over time with SparseTraining, which holds nothing before its schedule starts",
-            stacklevel=5,
-        )
+        with together(comm):  # a warning may be an error on one rank
+            warnings.warn(
+                f"{names} ({len(natural)} parameters) are mostly zeros, and their other weights are all the same "
+                "number: eye_ and dirac_ leave them so, pruning does not. Their zeros are held, and never learn: leave "
+                "them out with exclude, or prune over time with SparseTraining, which holds nothing before its "
+                "schedule starts",
+                stacklevel=5,
+            )
 
 
 def _extremes(local: torch.Tensor) -> torch.Tensor:

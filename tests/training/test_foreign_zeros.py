@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -120,6 +121,19 @@ def natural_on_rank(_: int, layout: str) -> None:
     with pytest.warns(UserWarning, match=r"'layers.0.attention.q.weight', .* \(2 parameters\) are mostly zeros"):
         hold_zeros(wrapped.model).remove()
     hold_zeros(wrapped.model, exclude="*attention.q*").remove()
+
+
+def warned_on_rank(rank: int) -> None:
+    model = nn.Linear(64, 64)
+    nn.init.eye_(model.weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if rank == 1 else "ignore")
+        with pytest.raises(UserWarning if rank == 1 else RuntimeError, match="mostly zeros"):
+            hold_zeros(model)
+
+
+def test_a_warning_that_is_an_error_on_one_rank(pool: ProcessPool) -> None:
+    pool.run(2, warned_on_rank)
 
 
 @pytest.mark.parametrize("layout", ["plain", "ddp", "fsdp1", "fsdp2", "hsdp", "tp", "fsdp-tp"])
