@@ -41,7 +41,7 @@ from distprune.collectives.communicator import Group, communicator
 from distprune.collectives.roster import Member, agreed_roster
 from distprune.collectives.slow import work_together
 from distprune.models.decoder_blocks import decoder_blocks
-from distprune.models.find_shards import check_model
+from distprune.models.find_shards import bare_model, check_model
 from distprune.shards.layouts import is_held, local_shard
 from distprune.shards.local_shard import LocalShard
 from distprune.shards.parts import check_parts, with_owners
@@ -64,7 +64,7 @@ def save(
     >>> save(model, folder / "half")
 
     Args:
-        model: plain, FSDP2, HSDP or tensor parallel, pruned in place; of :func:`load`, or of ``from_pretrained``.
+        model: plain, DDP, FSDP2, HSDP or tensor parallel, pruned in place; of :func:`load`, or of ``from_pretrained``.
         directory: must not exist, or be empty; all ranks must see it.
         tokenizer: of transformers, written beside the model. Default: that of ``source``.
         source: the directory, or the hub's id, whose config, tokenizer and division into files the output has.
@@ -86,6 +86,8 @@ def save(
     comm = communicator(group)
     with together(comm):
         check_model(model)
+        model = bare_model(model)
+        model = getattr(model, "_orig_mod", model)  # of torch.compile
         known = source or getattr(getattr(model, "config", None), "name_or_path", None)
         if not known:
             raise ValueError(f"where this {type(model).__name__} was loaded from is not known: say source='DIRECTORY'")

@@ -7,6 +7,8 @@ import json
 import os
 import re
 import stat
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from distprune import prune_model
 from distprune.checkpoint.hf_directory import open_directory
 from distprune.checkpoint.hf_load import load_model
-from distprune.checkpoint.hf_save import save_model
+from distprune.checkpoint.hf_save import save, save_model
 from tests.hf_models import make_model
 from tests.worlds import all_raise, run_threads
 
@@ -91,6 +93,13 @@ def test_columns_cut_by_shards(tmp_path: Path, architecture: str) -> None:
     run_threads(2, save)
     written, source = load_file(target / "model.safetensors"), load_file(folder / "model.safetensors")
     assert all(torch.equal(written[name], source[name]) for name in source)
+
+
+@pytest.mark.parametrize("wrap", [torch.nn.DataParallel, partial(torch.compile, backend="eager")])
+def test_a_wrapped_model(tmp_path: Path, wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> None:
+    folder, target = make_model(tmp_path / "model"), tmp_path / "out"
+    save(wrap(load_model(folder)), target)
+    assert digests(target) == digests(folder)
 
 
 @pytest.mark.parametrize("rows", [Shard(0), Replicate()])
