@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from numbers import Real
+from numbers import Integral, Real
 
 from distprune.patterns.base import Pattern, Scope, check_share, shares_of
 from distprune.patterns.block import Block
@@ -34,7 +34,7 @@ def as_pattern(
         if not isinstance(sparsity, Real | Mapping) or isinstance(sparsity, bool):
             raise TypeError(f"sparsity must be a share such as 0.5, or one for each name, not {sparsity!r}")
         check_share(sparsity)
-        if any(isinstance(each, int) for each in shares_of(sparsity)):
+        if any(isinstance(each, Integral) for each in shares_of(sparsity)):
             raise TypeError(f"sparsity={sparsity!r} must be a share such as 0.5; Unstructured({sparsity!r}) is a count")
     if isinstance(pattern, str):
         found = _from_text(pattern, sparsity)

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from numbers import Integral
 from typing import Any, final
 
 import numpy as np
@@ -87,7 +88,7 @@ class PerRow(WithinRows):
 
     def __post_init__(self) -> None:
         check_share(self.sparsity)
-        if any(isinstance(each, int) for each in shares_of(self.sparsity)):
+        if any(isinstance(each, Integral) for each in shares_of(self.sparsity)):
             raise TypeError(f"sparsity must be a fraction such as 0.5, not {self.sparsity!r}")
 
     @property

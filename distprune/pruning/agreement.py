@@ -33,7 +33,7 @@ from distprune.shards.device import fetched
 from distprune.shards.layouts import is_laid_out_like, local_of, local_part
 from distprune.shards.local_shard import LocalShard
 from distprune.shards.parameter_range import gradients_of
-from distprune.shards.parts import with_owners
+from distprune.shards.parts import check_memory, with_owners
 
 Facts = Mapping[str, object]
 
@@ -66,6 +66,19 @@ class Agreed:
         if not self.roster.members:
             why = f" ({'; '.join(f'{name!r} is {why}' for name, why in [*left_out.items()][:3])})" if left_out else ""
             raise ValueError(f"there is no parameter to prune; name some with include{why}")
+
+    def check_shares(self, pattern: Pattern) -> None:
+        """Check that a sparsity for each parameter names parameters of the model. Local.
+
+        Raises:
+            ValueError: it does not. Stages of a pipeline may be given those of others.
+        """
+        shares, names = vars(pattern).get("sparsity"), self.found.names
+        if isinstance(shares, Mapping) and self.found.num_parameters is not None:
+            for name in shares:
+                if name not in names:
+                    near = near_names(name, [*names])
+                    raise ValueError(f"sparsity names {name!r}, which is no parameter of the model; {near}")
 
     def shards(self) -> list[LocalShard]:
         """Return this rank's shards, with their owners settled. No communication."""
@@ -138,12 +151,15 @@ class NamedWeights:
     exclude: NamePattern | Sequence[NamePattern] = ()
 
     def find(self) -> Found:
-        """Return this rank's parts of them. Local; raises as :func:`find_shards` does."""
+        """Return this rank's parts of them. Local; raises as :func:`find_shards` and :func:`check_memory` do."""
         if isinstance(self.model, Found):
             return self.model
         if isinstance(self.model, Sequence) and all(isinstance(shard, LocalShard) for shard in self.model):
-            return Found([*self.model], names={shard.name: shard.name for shard in self.model})
-        return find_shards(self.model, *self._listed)  # which says what it takes
+            found = Found([*self.model], names={shard.name: shard.name for shard in self.model})
+        else:
+            found = find_shards(self.model, *self._listed)  # which says what it takes
+        check_memory(found.shards)
+        return found
 
     def find_for(self, pattern: Pattern) -> Found:
         """Return this rank's parts of them, as ``pattern`` needs them. Local; raises as :func:`fitted`, too.

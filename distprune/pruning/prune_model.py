@@ -122,7 +122,7 @@ def prune_model(
             each other; a parameter that the pattern does not fit; a name pattern that matches nothing; scores that are
             NaN; replicas that differ; ranks that list parameters in different orders or shapes; evidence that is
             missing, of another shape, of no parameter, or not the same on all ranks; what is under a parametrization
-            that does not keep its zeros.
+            that does not keep its zeros; parameters that share memory without being tied.
         TypeError: on every rank: an argument of the wrong type.
         NotImplementedError: on every rank: a ``Partial`` placement; with a pattern of rows, groups or blocks, a
             parameter of three dims or more whose input dims are not known.
@@ -252,6 +252,7 @@ class Choosing:
         # Not a method, which would keep all of the call, and the model, until Python looks for cycles.
         def make_scores() -> list[LocalScores]:
             shards[:], evidence = agreed.shards(), request.local_evidence
+            agreed.check_shares(pattern)
             if given or agreed.score.needs:
                 model = request.weights.model if isinstance(request.weights.model, nn.Module) else None
                 evidence = local_evidence(agreed, shards, given, evidence, model)

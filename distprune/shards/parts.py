@@ -1,4 +1,4 @@
-"""The ranks' parts of parameters: who owns them, and whether they fit together."""
+"""The parts of parameters: who owns them, whether ranks' fit together, and whether each has memory of its own."""
 
 from __future__ import annotations
 
@@ -25,6 +25,63 @@ def with_owners(comm: Communicator, roster: Roster, shards: Iterable[LocalShard]
         ranks = holders[shard.name]
         settled.append(shard.owned_by(global_rank(comm.rank), global_rank(ranks[0]), len(ranks)))
     return settled
+
+
+def check_memory(shards: Sequence[LocalShard]) -> None:
+    """Check that what is written to one of this rank's ``shards`` is written to no other place. Local, no wait.
+
+    Raises:
+        ValueError: elements share memory, or torch reads values otherwise than they are stored.
+    """
+    ranges: list[tuple[str, int, int, LocalShard]] = []
+    for shard in shards:
+        local = shard.local
+        if local.is_neg() or local.is_conj():
+            raise ValueError(
+                f"{shard.name!r} is a negated or conjugated view of its memory, which is not written to: give the "
+                "module weight.detach().resolve_neg().resolve_conj() as a parameter"
+            )
+        if not local.numel() or local.is_meta:
+            continue
+        if not local.is_contiguous() and _overlaps_itself(local):
+            raise ValueError(
+                f"elements of {shard.name!r} share memory, as in an expanded tensor: give the module weight.detach()"
+                ".contiguous().clone() as a parameter"
+            )
+        last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+        start = local.data_ptr()
+        ranges.append((str(local.device), start, start + (last + 1) * local.itemsize, shard))
+    ranges.sort(key=lambda place: place[:3])
+    behind: list[tuple[str, int, int, LocalShard]] = []  # what may reach into the next one
+    for place in ranges:
+        behind = [before for before in behind if before[0] == place[0] and before[2] > place[1]]
+        for *_, other in behind:
+            if _share_memory(other.local, place[3].local):
+                raise ValueError(
+                    f"{other.name!r} and {place[3].name!r} share memory, and are two parameters: tie them (one module "
+                    "is given the other's parameter), or give one a clone of its values"
+                )
+        behind.append(place)
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    reach = 0  # of the dims with shorter strides
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors, whose ranges of memory overlap, share an element: columns of one matrix do not."""
+    offset, rest = divmod(other.data_ptr() - one.data_ptr(), one.itemsize)
+    if (one.is_contiguous() and other.is_contiguous()) or one.itemsize != other.itemsize or rest:
+        return True
+    ends = [sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) for x in (one, other)]
+    written = torch.zeros(max(ends[0], offset + ends[1]) + 1, dtype=torch.bool, device="cpu")
+    written.as_strided(one.shape, one.stride()).fill_(True)
+    return bool(written.as_strided(other.shape, other.stride(), offset).any())
 
 
 def check_parts(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from distprune import Block, Channels, NByM, PerRow, Unstructured, prune_model
 from distprune.collectives.base import has_lost_ranks
 from distprune.collectives.communicator import Alone
 from distprune.patterns.base import Choice, Pattern, Ranked
-from tests.decoder import decoder
+from tests.decoder import BLOCK_WEIGHTS, decoder
 from tests.worlds import all_raise, drawing, run_threads
 
 
@@ -60,6 +61,13 @@ def failing(world_size: int, change: Callable[[int, nn.Module], dict[str, Any]])
         ({"sparsity": -0.1}, ValueError, "outside"),
         ({"sparsity": float("nan")}, ValueError, "outside"),
         ({"sparsity": 1}, TypeError, r"sparsity=1 must be a share such as 0.5; Unstructured\(1\) is a count"),
+        ({"sparsity": np.int64(1)}, TypeError, "must be a share such as 0.5"),
+        ({"sparsity": np.int64(1), "pattern": "row"}, TypeError, "must be a share such as 0.5"),
+        (
+            {"sparsity": dict.fromkeys([*BLOCK_WEIGHTS, "layers.0.up.weigth"], 0.5)},
+            ValueError,
+            r"sparsity names 'layers.0.up.weigth', which is no parameter of the model; near it are 'layers...up.w",
+        ),
         ({"sparsity": True}, TypeError, "sparsity must be"),
         ({"sparsity": "0.5"}, TypeError, "sparsity must be"),
         ({"sparsity": None}, ValueError, "pattern='unstructured' needs sparsity"),
@@ -324,3 +332,47 @@ def test_ranks_in_different_functions(
     for error in run_threads(2, on_rank, catch=True):
         assert isinstance(error, ValueError), error
         assert f'ranks have called different functions: "{names[0]}" on rank 0; "{names[1]}" on rank 1;' in str(error)
+
+
+def sharing(what: str) -> nn.Sequential:
+    """Return two layers of which elements of the second are no memory of their own, or read otherwise than stored."""
+    layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2)))
+    weight, complexes = layers.get_parameter("0.weight").detach(), torch.randn(8, 8, dtype=torch.complex64).conj()
+    made = {
+        "the same": weight,
+        "part": weight.view(-1)[8:].view(7, 8),
+        "columns": weight[:, 1::2],
+        "transposed": weight.t(),
+        "rows expanded": torch.randn(1, 8).expand(8, 8),
+        "columns expanded": torch.randn(8, 1).expand(8, 8),
+        "windows": torch.randn(16).unfold(0, 8, 1),
+        "negated": complexes.imag,
+        "conjugated": complexes,
+    }
+    layers[1].register_parameter("weight", nn.Parameter(made[what], requires_grad=False))
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        *[(what, "'0.weight' and '1.weight' share memory") for what in ("the same", "part", "columns", "transposed")],
+        *[(what, "elements of '1.weight' share memory") for what in ("rows expanded", "columns expanded", "windows")],
+        *[(what, "'1.weight' is a negated or conjugated view") for what in ("negated", "conjugated")],
+    ],
+)
+def test_memory_that_is_not_a_weights_own(what: str, message: str) -> None:
+    with drawing(0):
+        model = sharing(what)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    models = [nn.Sequential(nn.Linear(8, 8)), model]
+    all_raise(2, lambda rank: prune_model(models[rank], 0.5, include="*"), kind=ValueError, match=message)
+    assert [*map(torch.equal, model.parameters(), before)] == [True, True]
+
+
+def test_views_of_one_buffer_that_share_no_element() -> None:
+    with drawing(0):
+        buffer = torch.randn(16, 8)
+    views = (buffer[:8, ::2], buffer[:8, 1::2], buffer[8:12], buffer[12:, :4].t(), buffer[12, 4:], buffer[13:, 4:])
+    report = prune_model(nn.ParameterList(views), 0.5, include="*")
+    assert report.num_zeros == 64 == int((buffer == 0).sum())
