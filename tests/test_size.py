@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "distprune"
 LINES = {
     ".": (408, 320),
     "calibration": (1997, 1350),
-    "checkpoint": (1511, 1180),
+    "checkpoint": (1513, 1180),
     "cli": (589, 410),
     "collectives": (673, 640),
     "jobs": (2057, 1280),
@@ -21,12 +21,12 @@ LINES = {
     "masks": (487, 470),
     "models": (949, 690),
     "oneshot": (1904, 1440),
-    "patterns": (1403, 690),
-    "pruning": (1429, 960),
+    "patterns": (1404, 690),
+    "pruning": (1440, 960),
     "removal": (1537, 1160),
     "scores": (382, 350),
     "selection": (490, 520),
-    "shards": (1281, 1030),
+    "shards": (1328, 1030),
     "training": (1531, 1030),
 }
 

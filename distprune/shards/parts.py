@@ -33,7 +33,7 @@ def check_memory(shards: Sequence[LocalShard]) -> None:
     Raises:
         ValueError: elements share memory, or torch reads values otherwise than they are stored.
     """
-    ranges: list[tuple[str, int, int, LocalShard]] = []
+    ranges: list[tuple[int, int, int, LocalShard]] = []  # device, from, to
     for shard in shards:
         local = shard.local
         if local.is_neg() or local.is_conj():
@@ -41,18 +41,19 @@ def check_memory(shards: Sequence[LocalShard]) -> None:
                 f"{shard.name!r} is a negated or conjugated view of its memory, which is not written to: give the "
                 "module weight.detach().resolve_neg().resolve_conj() as a parameter"
             )
-        if not local.numel() or local.is_meta:
+        start, numel = local.data_ptr(), local.numel()
+        if not start or not numel:  # it has no memory
             continue
-        if not local.is_contiguous() and _overlaps_itself(local):
+        is_contiguous = local.is_contiguous()
+        if not is_contiguous and _overlaps_itself(local):
             raise ValueError(
                 f"elements of {shard.name!r} share memory, as in an expanded tensor: give the module weight.detach()"
                 ".contiguous().clone() as a parameter"
             )
-        last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
-        start = local.data_ptr()
-        ranges.append((str(local.device), start, start + (last + 1) * local.itemsize, shard))
+        reach = numel if is_contiguous else _last(local) + 1
+        ranges.append((local.get_device(), start, start + reach * local.itemsize, shard))
     ranges.sort(key=lambda place: place[:3])
-    behind: list[tuple[str, int, int, LocalShard]] = []  # what may reach into the next one
+    behind: list[tuple[int, int, int, LocalShard]] = []  # what may reach into the next one
     for place in ranges:
         behind = [before for before in behind if before[0] == place[0] and before[2] > place[1]]
         for *_, other in behind:
@@ -62,6 +63,11 @@ def check_memory(shards: Sequence[LocalShard]) -> None:
                     "is given the other's parameter), or give one a clone of its values"
                 )
         behind.append(place)
+
+
+def _last(tensor: torch.Tensor) -> int:
+    """Return how far behind the first element the last one is."""
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
@@ -78,8 +84,7 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     offset, rest = divmod(other.data_ptr() - one.data_ptr(), one.itemsize)
     if (one.is_contiguous() and other.is_contiguous()) or one.itemsize != other.itemsize or rest:
         return True
-    ends = [sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) for x in (one, other)]
-    written = torch.zeros(max(ends[0], offset + ends[1]) + 1, dtype=torch.bool, device="cpu")
+    written = torch.zeros(max(_last(one), offset + _last(other)) + 1, dtype=torch.bool, device="cpu")
     written.as_strided(one.shape, one.stride()).fill_(True)
     return bool(written.as_strided(other.shape, other.stride(), offset).any())
 
