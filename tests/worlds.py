@@ -19,11 +19,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from distprune.shards import device
+
 __all__ = ["CONTEXT", "ProcessPool", "RankError", "all_raise", "drawing", "run_threads"]
 
 # New processes are forks of one that has everything imported and nothing running yet.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.preloaded"])
+
+device._CPU_BFLOAT16.clear()  # what is fitted is the same but for rounding on every CPU, and on the simulated device
 
 
 NOBODYS_SEED = 0x5EED
