@@ -12,6 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
 
+import numpy as np
 import torch
 from typing_extensions import override
 
@@ -56,10 +57,15 @@ class Option:
 
         Raises:
             ValueError: the words mean no value.
+            TypeError: there are other things than words among several.
         """
         given = os.fspath(given) if isinstance(given, os.PathLike) else given
+        given = given.item() if isinstance(given, np.generic) else given
         if get_origin(self.hint) is tuple and isinstance(given, str | list | tuple):
-            words = map(os.fspath, [given] if isinstance(given, str) else given)
+            words = [given] if isinstance(given, str) else [*given]
+            if not all(isinstance(word, str | os.PathLike) for word in words):
+                raise TypeError(f"{self.flag} takes texts, not {given!r}")
+            words = [os.fspath(word) for word in words]
             return tuple(part for word in words for part in (word.split(self.separator) if self.separator else [word]))
         if not isinstance(given, str):
             return given

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 
@@ -15,7 +14,7 @@ from torch import nn
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Run the body in evaluation mode, and restore the mode of every module. Local.
 
-    What is compiled runs uncompiled: compiled code hears of no hook that comes after it. In evaluation mode,
+    Modules that are compiled run uncompiled: compiled code hears of no hook that comes after it. In evaluation mode,
     transformers' RWKV halves its hidden states every few blocks and divides weights in place to match. Only float16
     needs that. Here it runs as in training, where it does neither.
     """
@@ -25,16 +24,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     rescaled = [
         (m, m.config.rescale_every) for m in model.modules() if isinstance(m, kind) and not m.layers_are_rescaled
     ]
-    is_any_compiled = "torch._dynamo" in sys.modules
-    with torch.compiler.set_stance("force_eager") if is_any_compiled else nullcontext():
+    compiled = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl is not None]
+    wrappers = [module for module in model.modules() if "_orig_mod" in module._modules]  # of torch.compile
+    with replacing_forwards(wrappers, lambda wrapper: wrapper._orig_mod):
         try:
             model.eval()
+            for module, _ in compiled:
+                module._compiled_call_impl = None
             for module, _ in rescaled:
                 module.config.rescale_every = 0
             yield
         finally:
             for module, every in rescaled:
                 module.config.rescale_every, module.layers_are_rescaled = every, False
+            for module, call in compiled:
+                module._compiled_call_impl = call
             for module, mode in modes:
                 module.training = mode
 

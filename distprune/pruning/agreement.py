@@ -151,22 +151,20 @@ class NamedWeights:
     exclude: NamePattern | Sequence[NamePattern] = ()
 
     def find(self) -> Found:
-        """Return this rank's parts of them. Local; raises as :func:`find_shards` and :func:`check_memory` do."""
+        """Return this rank's parts of them. Local; raises as :func:`find_shards` does."""
         if isinstance(self.model, Found):
             return self.model
         if isinstance(self.model, Sequence) and all(isinstance(shard, LocalShard) for shard in self.model):
-            found = Found([*self.model], names={shard.name: shard.name for shard in self.model})
-        else:
-            found = find_shards(self.model, *self._listed)  # which says what it takes
-        check_memory(found.shards)
-        return found
+            return Found([*self.model], names={shard.name: shard.name for shard in self.model})
+        return find_shards(self.model, *self._listed)  # which says what it takes
 
     def find_for(self, pattern: Pattern) -> Found:
         """Return this rank's parts of them, as ``pattern`` needs them. Local; raises as :func:`fitted`, too.
 
-        And as :func:`check_unscaled`.
+        And as :func:`check_unscaled` and :func:`check_memory`.
         """
         found = self.find()
+        check_memory(found.shards)
         for shard in found.shards:
             if shard.module is not None:
                 check_unscaled(shard.name, shard.module, shard.attribute)

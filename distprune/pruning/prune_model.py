@@ -17,6 +17,7 @@ from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Group, communicator
 from distprune.hints import with_hints
 from distprune.masks.in_place import zero_where_pruned
+from distprune.masks.reparametrized import mask_of
 from distprune.models.find_shards import NamePattern
 from distprune.patterns.as_pattern import as_pattern
 from distprune.patterns.base import Pattern, Ranked, Scope
@@ -217,8 +218,9 @@ def prune_requested(group: Group, request: Request) -> PruneReport:
     choosing = Choosing(communicator(group), request)
     _, counts = choose_masks(choosing.ranked, choosing.choice, in_place=True)
     for shard, pruned in zip(choosing.shards, choosing.ranked.shards(), strict=True):
-        if pruned is not shard:  # a product
-            zero_where_pruned(shard.local, pruned.local != 0)
+        mask = mask_of(shard)
+        if mask is not None:  # what it prunes stays under it
+            zero_where_pruned(shard.local, (pruned.local != 0).logical_or_(mask.logical_not()))
     return choosing.report(counts)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from typing_extensions import override
@@ -143,7 +144,7 @@ def test_the_watcher_hears_all_stages(job: PruneJob, text_file: Path) -> None:
 
 
 def test_fields_take_paths_and_the_words_of_the_command_line() -> None:
-    given: dict[str, Any] = {"model": Path("m"), "output": Path("o"), "sparsity": "0.5", "dtype": "float16"}
+    given: dict[str, Any] = {"model": Path("m"), "output": Path("o"), "sparsity": np.float32(0.5), "dtype": "float16"}
     given |= {
         "evaluate_on": Path("t"),
         "tasks": "a,b",
@@ -174,6 +175,7 @@ def test_fields_take_paths_and_the_words_of_the_command_line() -> None:
         ("samples", "many", ValueError, r"--samples takes N\|all, not 'many'"),
         ("samples", 2.5, TypeError, r"samples \(--samples\) must be int \| None, not 2.5"),
         ("epochs", True, TypeError, r"epochs \(--epochs\) must be int \| None, not True"),
+        ("evaluate_on", (1,), TypeError, r"--eval takes texts, not \(1,\)"),
         ("evaluate_on", 3, TypeError, r"evaluate_on \(--eval\) must be tuple\[str, \.\.\.\], not 3"),
         ("model", None, TypeError, r"model \(--model\) must be str, not None"),
         ("dtype", "int8", ValueError, r"dtype \(--dtype\) takes None, torch.float32, .* not 'int8'"),

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from typing_extensions import override
 
 import distprune as prune
-from distprune import Block, Channels, NByM, PerRow, Unstructured, prune_model
+from distprune import Block, Channels, NByM, PerRow, Unstructured, prune_model, sparsity
 from distprune.collectives.base import has_lost_ranks
 from distprune.collectives.communicator import Alone
 from distprune.patterns.base import Choice, Pattern, Ranked
@@ -368,6 +368,7 @@ def test_memory_that_is_not_a_weights_own(what: str, message: str) -> None:
     models = [nn.Sequential(nn.Linear(8, 8)), model]
     all_raise(2, lambda rank: prune_model(models[rank], 0.5, include="*"), kind=ValueError, match=message)
     assert [*map(torch.equal, model.parameters(), before)] == [True, True]
+    assert sparsity(model, include="*") == 0.0  # which writes nothing
 
 
 def test_views_of_one_buffer_that_share_no_element() -> None:

@@ -41,6 +41,8 @@ def test_what_a_mask_prunes_is_zero(library: Any, pattern: str) -> None:
             assert [*map(torch.equal, now, originals)] == [True, True]
         report = prune_model(models[0], share, pattern=pattern)
         assert report.parameters == expected.parameters
+        for layer, original, mask in zip(masked, originals, keep, strict=True) if not spreads else ():
+            assert torch.equal(layer.get_parameter("weight_orig")[~mask], original[~mask])
         for masks in (chosen, report.masks, Masks.of(models[0])):
             assert [*map(torch.equal, local_values(masks), local_values(expected.masks))] == [True, True]
         for layer, other in zip(masked, dense, strict=True):
