@@ -144,14 +144,19 @@ def find_routers(
     return routers, experts
 
 
-def named_routers(root: nn.Module) -> set[nn.Module]:
+def named_routers(root: nn.Module, by_module: ByModule) -> set[nn.Module]:
     """Return the modules in ``root`` that are called router or gate beside experts, and all inside them. Local."""
     routers: set[nn.Module] = set()
     for parent in root.modules():
         children = dict(parent.named_children())
-        if any("expert" in name for name in children):
+        if any(_holds_experts(name, _bare(child), by_module) for name, child in children.items()):
             routers.update(part for name in _ROUTERS & children.keys() for part in children[name].modules())
     return routers
+
+
+def _holds_experts(name: str, module: nn.Module, by_module: ByModule) -> bool:
+    """Return whether ``module`` is called experts, or has one in its name and holds several: no ``expert_encoder``."""
+    return name.endswith("experts") or ("expert" in name and _num_experts(module, by_module) > 1)
 
 
 def _bare(module: nn.Module) -> nn.Module:

@@ -5,7 +5,7 @@ What names can tell: a dotted path of modules, and numbers in it are lists. Then
 
 - the order of parameters, which decides between equal scores: that of their names, with numbers read as numbers;
 - which modules are embeddings: those with ``emb`` in their name, and ``relative_attention_bias`` (T5);
-- which modules are norms: those with ``norm`` in their name;
+- which modules are norms: those whose name ends in ``norm`` (and a number), or has it and whose tensors are vectors;
 - which modules are linear layers: those with a ``weight`` of two dims, so that experts and their router are known;
 - which dims of a weight are inputs: of two dims the last. Of more it is not known, and patterns of rows refuse them;
   a ``Conv1D`` (GPT-2), which keeps (in, out), is not told from a linear layer;
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from distprune.collectives.roster import natural_order
+from distprune.models.weights import is_norm
 
 _EMBEDDINGS = ("relative_attention_bias",)
 
@@ -58,6 +59,7 @@ def _kind(name: str, tree: Mapping[str, Any]) -> type[nn.Module]:
         return nn.ModuleList if all(child.isdigit() for child in children) else nn.Module
     if "emb" in name or name in _EMBEDDINGS:
         return nn.Embedding
-    if "norm" in name:
+    is_matrix = any(sum(size > 1 for size in entry.shape) > 1 for entry in tree.values() if entry.is_floating_point())
+    if is_norm(name) or ("norm" in name and not is_matrix):
         return nn.LayerNorm
     return nn.Linear if "weight" in tree and tree["weight"].ndim == 2 else nn.Module

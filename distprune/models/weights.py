@@ -33,8 +33,11 @@ _SCALES = re.compile(r"scales?|zeros?")  # of quantized weights: weight_scale_in
 _WEIGHTS = re.compile(r"weights?|kernels?|proj|projections?")
 _LETTERS = re.compile(r"[wv][a-z]?")
 _WHOLE_NAMES = ("q", "k", "o", "r")  # of XLNet's attention; as a word, they are Mamba's and RWKV's, too
-# A norm by its class; not TransformerEngine's LayerNormLinear.
-_NORMS = re.compile(r"(?<!Pre)(?<!Post)Norm(?!al|.*(Linear|MLP|Conv|Head|Attention|Block|Layer))")
+# A norm by how its name ends: LayerNorm2d, q_norm, norm1. What normalizes and multiplies is none (TransformerEngine's
+# LayerNormLinear and layernorm_qkv), nor what is a linear layer first (Tacotron's LinearNorm).
+_NORMS = re.compile(
+    r"(?<!linear)(?<!linear_)(?<!dense)(?<!conv)(?<!pre)(?<!post)norm(gated)?_?\d*[dp]?$", re.IGNORECASE
+)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LAYERS = (nn.Linear, nn.Bilinear, nn.RNNBase, nn.RNNCellBase, *_CONVOLUTIONS)  # a vector of theirs is a weight
 _EMBEDDINGS = re.compile(r"embed|embeds|embeddings?|pos|positions?|tokens?")
@@ -81,7 +84,7 @@ def why_no_weights(
     reasons: dict[Held, str] = {}
     for root in roots:
         routers = find_routers(root, by_module, only_named=not is_block)[0]
-        routers |= named_routers(root)
+        routers |= named_routers(root, by_module)
         computed = {} if is_named else parametrized(root.modules())
         adapters = set() if is_named else adapter_modules(root)
         for path, module in root.named_modules():
@@ -107,7 +110,7 @@ def _reason(module: nn.Module, name: str, shape: Sequence[int], by_module: ByMod
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return "an embedding"
     is_layer = is_conv1d(module) or isinstance(module, _LAYERS)
-    if not is_layer and any(_NORMS.search(kind.__name__) for kind in type(module).__mro__):
+    if not is_layer and any(is_norm(kind.__name__) for kind in type(module).__mro__):
         return "the gain of a norm"
     words = _words(name)
     if any(map(_TABLES.fullmatch, words)):
@@ -124,6 +127,11 @@ def _reason(module: nn.Module, name: str, shape: Sequence[int], by_module: ByMod
         return ""
     holds_layers = any(by_module.get(layer) for layer in module.modules() if layer is not module)
     return "kept beside layers, no weight by its name" if holds_layers else ""
+
+
+def is_norm(name: str) -> bool:
+    """Return whether a class or module of this name is a norm, even with gains of several dims. Local."""
+    return _NORMS.search(name) is not None
 
 
 def _words(name: str) -> list[str]:

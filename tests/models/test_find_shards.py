@@ -116,7 +116,15 @@ def test_what_is_no_weight_is_left_out_by_default(module: nn.Module, left_out: d
         ("RMSNormGated", True),
         ("Norm2d", True),
         ("FSDPLlamaRMSNorm", True),
+        ("NemotronLayerNorm1P", True),
         ("LayerNormLinear", False),  # TransformerEngine's
+        ("LinearNorm", False),  # Tacotron's: a linear layer
+        ("CosNorm_Classifier", False),
+        ("NormFace", False),
+        ("NormProduct", False),
+        ("NormDense", False),
+        ("WeightNormDense", False),
+        ("SpectralNormDense", False),
         ("NormalizedLinear", False),
         ("PreNormFeedForward", False),
         ("Experts", False),
@@ -164,6 +172,22 @@ def test_routers_are_told_by_their_names_beside_experts(name: str, make: Callabl
     found = find_shards(model)
     assert [shard.name for shard in found.shards] == ["experts.w1", "experts.w2", f"other.{name}.weight"]
     assert {*found.left_out.values()} == {"a router"}
+
+
+@pytest.mark.parametrize(
+    ("name", "child", "are_experts"),
+    [
+        ("experts", holding(weight1=(8, 64), weight2=(64, 8)), True),  # Megatron's
+        ("shared_experts", nn.Linear(8, 8), True),
+        ("expert_mlps", nn.ModuleList(nn.Linear(8, 8) for _ in range(2)), True),
+        ("expert_group", holding(up_proj=(4, 6, 8), down_proj=(4, 8, 6)), True),
+        ("expert_encoder", nn.Linear(8, 8), False),
+        ("expert_filter", nn.Conv1d(8, 8, 3), False),
+    ],
+)
+def test_a_gate_is_a_router_only_beside_experts(name: str, child: nn.Module, are_experts: bool) -> None:
+    model = nn.ModuleDict({name: child, "gate": nn.Linear(8, 8)})
+    assert find_shards(model).left_out == ({"gate.weight": "a router"} if are_experts else {})
 
 
 class TunerLayer(nn.Module):

@@ -41,3 +41,26 @@ def test_embeddings_and_integers_stay() -> None:
     with pytest.warns(UserWarning, match="'vision.layers' are left as they are"):
         of_towers = found({"vision.layers.0.up.weight": (2, 2), "text.layers.0.up.weight": (4, 4)})
     assert of_towers == ["text.layers.0.up.weight"]
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "is_weight"),
+    [
+        ("q_norm", (2, 4), False),  # Command-R's: a row of gains for each head
+        ("norm1", (2, 4), False),
+        ("LayerNorm", (2, 4), False),
+        ("norm_of_keys", (1, 4), False),
+        ("layernorm_qkv", (2, 4), True),  # TransformerEngine's
+        ("norm_proj", (2, 4), True),
+        ("linear_norm", (2, 4), True),
+        ("normalizer", (2, 4), True),
+    ],
+)
+def test_norms_are_told_by_the_end_of_their_name(module: str, shape: tuple[int, ...], is_weight: bool) -> None:
+    name = f"layers.0.{module}.weight"
+    assert found({name: shape, f"layers.0.{module}.layer_norm_weight": (4,)}) == [name] * is_weight
+
+
+def test_two_weights_of_a_norm_and_an_mlp() -> None:
+    names = [f"layers.0.layernorm_mlp.fc{number}_weight" for number in (1, 2)]  # TransformerEngine's
+    assert found(dict.fromkeys(names, (4, 4))) == names
