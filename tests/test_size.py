@@ -26,8 +26,8 @@ LINES = {
     "removal": (1537, 1160),
     "scores": (382, 350),
     "selection": (490, 520),
-    "shards": (1328, 1030),
-    "training": (1531, 1030),
+    "shards": (1332, 1030),
+    "training": (1543, 1030),
 }
 
 

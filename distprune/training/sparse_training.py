@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from distprune.collectives.agree import agree, together
+from distprune.collectives.agree import agree, max_together, together
 from distprune.collectives.communicator import Group, communicator
 from distprune.formatting import one_line, share
 from distprune.hints import with_hints
@@ -24,7 +24,7 @@ from distprune.patterns.base import Pattern, Scope
 from distprune.pruning.agreement import NamedWeights, check_seed
 from distprune.pruning.prune_model import Request, prune_requested
 from distprune.scores.as_score import Movement, ScoreLike, as_score
-from distprune.shards.device import fetched, on_host
+from distprune.shards.device import fetched
 from distprune.shards.local_shard import LocalShard
 from distprune.shards.parameter_range import gradients_of
 from distprune.training.binding import WatchedWeights, in_backward
@@ -73,8 +73,8 @@ class SparseTraining:
     (:meth:`state_dict`): the zeros are in the weights. A copy (``deepcopy``, pickle) that is made together with the
     model and the optimizer trains and holds the copies; only that of the default group can be pickled.
 
-    A step that a GradScaler skips does not count; of a fused optimizer on a device, whose skips the host does not learn
-    of, it does, unless the zeros were to change at it.
+    A step that a GradScaler skips does not count; of a fused optimizer, whose skips no rank knows of the others, it
+    does, unless the zeros were to change at it: then the ranks ask each other, in a round of 8 bytes.
 
     Every rank of ``group`` must make it, and step. A step at which nothing changes does not communicate (at a learning
     rate of 0: one round of 16 bytes); others take the rounds of :func:`distprune.prune_model`, whatever the number of
@@ -230,9 +230,7 @@ class SparseTraining:
             return
         step, how = self.step, self._regrow
         levels, moves = self._levels(step), how is not None and how.is_due(step)
-        overflow = getattr(optimizer, "found_inf", None)  # GradScaler lets a fused optimizer skip its step
-        changes = moves or levels != self._level  # then the host waits in any case
-        if overflow is not None and (changes or on_host(overflow.device)) and any(map(bool, fetched([overflow]))):
+        if (moves or levels != self._level) and self._is_skipped(optimizer):
             return
         if isinstance(self._score, Movement):
             self._add_movement(optimizer)
@@ -244,6 +242,18 @@ class SparseTraining:
             if how.by == "gradient":
                 self.hold.skip_step()
         self.step += 1
+
+    def _is_skipped(self, optimizer: Optimizer) -> bool:
+        """Return whether a GradScaler lets a fused ``optimizer`` skip its step on any rank. Every rank must call it."""
+        overflow = getattr(optimizer, "found_inf", None)
+        if overflow is None:
+            return False
+
+        def fill(any_overflow: torch.Tensor) -> None:
+            there = [overflow] if isinstance(overflow, torch.Tensor) else []  # the int 0 without gradients
+            any_overflow[0] = any(map(bool, fetched(there)))
+
+        return bool(max_together(self._comm, (1,), fill)[0])
 
     def _prune(self, step: int, levels: list[float]) -> None:
         """Prune to ``levels`` at ``step``, if that is more than before."""
