@@ -66,8 +66,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Return where this rank's part of ``tensor`` begins; 0 if it is empty, or has no memory."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
+    """Return where this rank's part of ``tensor`` begins; 0 if it is empty, or has no memory, or not one (sparse)."""
+    try:
+        return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
+    except RuntimeError:  # torch has nothing else that tells for every layout and subclass
+        return 0
 
 
 def is_laid_out_like(tensor: torch.Tensor, other: DTensor) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from distprune.shards.layouts import is_laid_out_like, local_of
+from distprune.shards.layouts import address_of, is_laid_out_like, local_of
 from distprune.shards.local_shard import LocalShard
 
 
@@ -38,7 +38,8 @@ def ranges_of(shards: Sequence[LocalShard], parameters: Iterable[torch.Tensor]) 
     """
     by_storage: dict[int, list[torch.Tensor]] = {}
     for parameter in parameters:
-        by_storage.setdefault(local_of(parameter).untyped_storage().data_ptr(), []).append(parameter)
+        if address_of(parameter):
+            by_storage.setdefault(local_of(parameter).untyped_storage().data_ptr(), []).append(parameter)
     candidates = [by_storage.get(shard.local.untyped_storage().data_ptr(), []) for shard in shards]
     return [_range_of(shard, those) for shard, those in zip(shards, candidates, strict=True)]
 

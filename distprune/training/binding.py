@@ -87,7 +87,8 @@ class Binding:
         self._there: list[tuple[Any, str, torch.Tensor, Callable[[], int], int]] = []
         self._moved: dict[int, tuple[object, HeldTogether]] = {}  # by optimizer, with the parameters that it had
         self._model_hooks: list[RemovableHandle] = []
-        self._gradient_hooks: list[RemovableHandle] = []
+        self._part_hooks: list[RemovableHandle] = []  # of modules and parameters
+        self._kept: object = None  # alive as long as one of the modules
         self.held: list[Held] = []  # nothing before it has begun
         self.together = HeldTogether([])  # all of them
 
@@ -120,8 +121,11 @@ class Binding:
             self.trust(signs=trusts_signs)
 
     def attach(self, kept: object = None) -> None:
-        """Register the hooks: nothing has been changed before. The model keeps ``kept`` alive, and no copy of it."""
-        model = self._weights.weights.model
+        """Register the hooks: nothing has been changed before.
+
+        The model and each module with a held weight keep ``kept`` alive, and no copy of them.
+        """
+        model, self._kept = self._weights.weights.model, kept
         self._model_hooks = [
             model.register_forward_pre_hook(Weak(self._at_forward, kept=kept), prepend=True),
             model.register_load_state_dict_post_hook(Weak(self._state_loaded)),
@@ -130,9 +134,9 @@ class Binding:
 
     def remove(self) -> None:
         """Remove all hooks."""
-        for handle in (*self._model_hooks, *self._gradient_hooks):
+        for handle in (*self._model_hooks, *self._part_hooks):
             handle.remove()
-        self._model_hooks, self._gradient_hooks = [], []
+        self._model_hooks, self._part_hooks, self._kept = [], [], None
 
     def find(self, model: nn.Module | None = None) -> list[LocalShard]:
         """Return what is held as it is now, or its likes in another ``model``. Layers added since are held."""
@@ -182,6 +186,9 @@ class Binding:
         for held in self.held:
             held.may_be_foreign = not signs
 
+    def _part_loaded(self, held: Held) -> None:
+        held.may_be_foreign |= not self._trusts_loaded
+
     def _state_loaded(self) -> None:
         if not self._trusts_loaded:
             self.trust(signs=False)
@@ -212,14 +219,17 @@ class Binding:
             self._watch()
 
     def _watch(self) -> None:
-        for handle in self._gradient_hooks:
+        for handle in self._part_hooks:
             handle.remove()
-        self._gradient_hooks = []
+        self._part_hooks = []
         for held in self.held:
-            tensor = held.shard.tensor  # None: FSDP1
+            tensor, module = held.shard.tensor, held.shard.module  # no tensor: FSDP1
+            if module is not None:
+                hook = Weak(self._part_loaded, held, kept=self._kept)
+                self._part_hooks.append(module.register_load_state_dict_post_hook(hook))  # type: ignore[no-untyped-call]
             if tensor is not None and tensor.requires_grad and tensor.is_leaf and held.zeros.numel():
                 hook = Weak(self._at_gradient, held)
-                self._gradient_hooks.append(tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                self._part_hooks.append(tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def _among(self, parameters: Sequence[torch.Tensor]) -> HeldTogether:
         ranges = ranges_of([held.shard for held in self.held], parameters)

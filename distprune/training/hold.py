@@ -77,8 +77,8 @@ def hold_zeros(
     Args:
         model: in any layout that :func:`distprune.prune_model` takes, wrapped or not.
         optimizer: one, several, a wrapper or a container of some (Accelerate, SAM, Lookahead, PostLocalSGD, torchtitan,
-            layer-wise GaLore). ``None``: whichever steps a parameter, as long as the model lives. It may be given new
-            parameters.
+            layer-wise GaLore). ``None``: whichever steps a parameter, as long as a part of the model lives. It may be
+            given new parameters.
         include: as in :func:`distprune.prune_model`, as is ``exclude``.
         group: the ranks that hold parts of the model.
 

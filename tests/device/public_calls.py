@@ -197,7 +197,7 @@ def _held_before_it_is_moved(place: Place) -> Any:
     model = transformer()
     prune.prune_model(model, 0.5, include=INCLUDE, group=Alone())
     hold = prune.hold_zeros(model, include=INCLUDE, group=Alone())
-    for hook in hold._binding._gradient_hooks:
+    for hook in hold._binding._part_hooks:
         hook.remove()
     for parameter in model.parameters():
         torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to(place.device)))  # type: ignore[no-untyped-call]

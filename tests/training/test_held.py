@@ -258,6 +258,23 @@ def test_a_model_that_nobody_needs_is_let_go(pool: ProcessPool, given: bool) -> 
     assert pool.run(2, let_go_on_rank, given) == [True, True]
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_part_of_a_model_is_held(loaded: bool) -> None:
+    """What trains on without the object that was given keeps its zeros, and those of both signs that it loads."""
+    layer = nn.Linear(8, 8, bias=False)
+    prune.prune_model(layer, 0.5)
+    hold_zeros(nn.ModuleDict({"inner": nn.Sequential(layer)}))
+    gc.collect()
+    if loaded:
+        layer.load_state_dict({"weight": layer.weight.detach().roll(1, 0).mul(-1)})
+    held = layer.weight == 0
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    for _ in range(2):
+        layer(torch.ones(8)).sum().backward()
+        optimizer.step()
+    assert torch.equal(layer.weight == 0, held)
+
+
 X, Y = (torch.randn(5, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
 
 

@@ -333,7 +333,17 @@ def _add_layer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.add_param_group({"params": list(layers[-1].parameters())})
 
 
-CHANGES = {"one moved": _move_one, "some cast": _cast_some, "a layer more": _add_layer}
+def _add_sparse(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.register_parameter("table", nn.Parameter(torch.eye(4).to_sparse(), requires_grad=False))
+    optimizer.add_param_group({"params": [model.table]})
+
+
+CHANGES = {
+    "one moved": _move_one,
+    "some cast": _cast_some,
+    "a layer more": _add_layer,
+    "one sparse": _add_sparse,
+}
 
 
 def changed_on_rank(_: int, layout: str, change: str, given: bool) -> None:
