@@ -21,9 +21,9 @@ from distprune.collectives.agree import sum_together, together
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Alone
 from distprune.collectives.guarded import Guarded, guarding
-from distprune.models.decoder_blocks import decoder_blocks
+from distprune.models.decoder_blocks import decoder_blocks, is_encoder_decoder
 from distprune.models.evaluating import evaluating, keeping_weights
-from distprune.models.runnable import does_not_run, is_encoder_decoder
+from distprune.models.runnable import does_not_run
 from distprune.shards.device import fetched
 from distprune.shards.fsdp2_forward import gather, kept_gathered, reset_forward, take_roots
 from distprune.shards.torch_private import private

@@ -22,7 +22,7 @@ from distprune.calibration.token_ids import TokenIds
 from distprune.collectives.agree import agree, check_facts, same_everywhere, sum_together, together
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Group, communicator
-from distprune.models.decoder_blocks import largest_said, num_bytes, text_config
+from distprune.models.decoder_blocks import is_encoder_decoder, largest_said, num_bytes, text_config
 from distprune.models.evaluating import evaluating, keeping_weights
 from distprune.models.find_shards import bare_model, check_model
 from distprune.models.runnable import check_runs_on_tokens
@@ -192,7 +192,7 @@ def _check(bare: nn.Module, numbers: dict[str, int], temperature: float, prompts
     if sequence_length <= num_given:
         raise ValueError(f"{sequence_length=} leaves nothing to write behind {num_given} given tokens")
     name, can_generate = type(bare).__name__, getattr(bare, "can_generate", lambda: False)
-    if getattr(getattr(bare, "config", None), "is_encoder_decoder", False):
+    if is_encoder_decoder(bare):
         raise NotImplementedError(f"{name} is an encoder-decoder: it writes no windows of its own; give a text")
     if not can_generate() or getattr(bare, "generation_config", None) is None:
         raise NotImplementedError(f"{name} does not generate text as models of transformers do; give a text")

@@ -47,8 +47,8 @@ _EXPERTS_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")  # of eve
 @dataclass(frozen=True)
 class Sensitivity:
     """Of one linear layer, over all ranks' tokens: ``inputs`` (in,) are the sums of squares of the features it is
-    given, ``outputs`` (out,) those of the gradients of what it puts out; float32. All are 0 without a
-    token, and where the layer runs without gradients (an indexer of attention)."""
+    given, ``outputs`` (out,) those of the gradients of what it puts out; float32. All are 0 without a token, and where
+    the layer runs without gradients (an indexer of attention)."""
 
     inputs: torch.Tensor
     outputs: torch.Tensor

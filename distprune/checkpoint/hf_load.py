@@ -197,9 +197,7 @@ def one_line_errors(path: Path, what: str) -> Iterator[None]:
         if "AutoModelForCausalLM" in said:  # and all classes that it knows
             kind = read_json(path / CONFIG_NAME).get("model_type")
             said = f"it builds no causal language model of type {kind!r}; --streamed prunes the weights alone, and "
-            said += (
-                "Python, distprune.prune_model prunes a model that you load yourself, and its save_pretrained saves it"
-            )
+            said += "distprune.prune_model a model that you load yourself; its own save_pretrained saves it"
         raise ValueError(f"{path} holds no {what} that transformers can load: {said[:_MAX_MESSAGE]}") from error
 
 

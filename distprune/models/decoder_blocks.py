@@ -53,7 +53,7 @@ def check_one_stack(model: nn.Module) -> None:
     Raises:
         NotImplementedError: another list holds blocks of the same class, and is no encoder (hierarchical models).
     """
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if is_encoder_decoder(model):
         return
     lists = _lists(model)
     chosen = next(iter(lists))
@@ -101,6 +101,11 @@ def _reads_text(model: nn.Module, name: str) -> bool:
         if config is not None:
             return bool(getattr(config, "model_type", None) == kind)
     return False
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Return whether the configuration of ``model`` says that it has an encoder. Local."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def text_config(model: nn.Module) -> Any:

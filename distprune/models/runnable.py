@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from distprune.models.decoder_blocks import is_encoder_decoder
 from distprune.shards.layouts import local_of
 from distprune.shards.local_shard import no_values
 
@@ -48,11 +49,6 @@ def run_on_tokens(model: nn.Module, **inputs: Any) -> Any:
         if not is_encoder_decoder(model):
             raise
         raise does_not_run(model, error) from error
-
-
-def is_encoder_decoder(model: nn.Module) -> bool:
-    """Return whether the configuration of ``model`` says that it has an encoder."""
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def does_not_run(model: nn.Module, error: Exception) -> ValueError:

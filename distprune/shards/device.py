@@ -189,7 +189,7 @@ def half_products(device: torch.device) -> AbstractContextManager[object]:
     """Return what has products of float32 matrices computed in bfloat16 on a CPU that is faster so. Local.
 
     Forward and backward. Unlike autocast it changes no dtype that a model sees. It is for gradients, which are rough
-    anyway: the fit of a block of SmolLM2 comes to the same error in four digits.
+    anyway: with autocast's, rounded as much, a block of SmolLM2 was fitted to the same error in four digits.
     """
     has_it = device.type == "cpu" and any(asks is not None and asks() for asks in _CPU_BFLOAT16)
     return _HalfProducts() if has_it else nullcontext()  # type: ignore[no-untyped-call]

@@ -111,7 +111,10 @@ def test_copies_that_differ(tmp_path: Path, num_ranks: int) -> None:
 
 def test_a_model_that_is_no_causal_language_model_is_named(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "llava"}')
-    message = "no model that transformers can load: it builds no causal language model of type 'llava'; --streamed"
+    message = (
+        "no model that transformers can load: it builds no causal language model of type 'llava'; --streamed prunes "
+        "the weights alone, and distprune.prune_model a model that you load yourself; its own save_pretrained saves it$"
+    )
     with pytest.raises(ValueError, match=message) as caught:
         load_model(folder)
     assert len(str(caught.value)) < 300 + len(str(folder))
