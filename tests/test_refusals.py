@@ -21,7 +21,9 @@ from distprune.jobs import FinetuneJob, OneShotJob, StreamedJob, run_finetune_jo
 from distprune.removal.choose_units import choose_units
 from distprune.removal.rebuild import remove_units
 from tests.architectures import VOCABULARY, samples, tiny_model
+from tests.contract import Below
 from tests.families import family_model
+from tests.oneshot.alike import sharded
 from tests.removal.test_choose_units import make
 from tests.training.exact import Exact
 from tests.training.optimizers import INCLUDE
@@ -59,6 +61,14 @@ def nan_blocks(name: str) -> None:
         prune.prune_blocks(model, **BLOCKS)
 
 
+def large_experts() -> None:
+    """Whose own products are infinite."""
+    model: Any = tiny_model("mixtral")
+    model.model.layers[0].mlp.experts.gate_up_proj.detach().fill_(1e30)
+    with unchanged(model):
+        prune.prune_blocks(model, **BLOCKS)
+
+
 def shares(**arguments: Any) -> None:
     with unchanged(tiny_model("llama")) as model:
         prune.allocate(model, **{"samples": TOKENS, "sparsity": 0.6, **arguments})
@@ -91,6 +101,17 @@ def straight(make: Any = torch.optim.SGD, **arguments: Any) -> None:
     with unchanged(Exact()) as model:
         optimizer = make and make(model.parameters(), lr=0.1)
         prune.StraightThrough(model, optimizer, **{"include": INCLUDE, **arguments})
+
+
+def regrow(share: float = 0.4, pattern: Any = BLOCKS["pattern"], is_nan: bool = False, **how: Any) -> None:
+    with unchanged(transformer()) as model:
+        for parameter in model.parameters() if is_nan else ():
+            parameter.grad = torch.full_like(parameter, torch.nan)
+        hold = prune.hold_zeros(model, include=INCLUDE)
+        try:
+            hold.regrow(share, pattern, **how)
+        finally:
+            hold.remove()
 
 
 def job(kind: Callable[..., Any], run: Callable[[Any], object], **arguments: Any) -> None:
@@ -176,6 +197,7 @@ REFUSED: list[Row] = [
         ValueError,
         "values are NaN in 'model.layers.2.mlp.up_proj.weight'",
     ),
+    (large_experts, ValueError, "'model.layers.0': NaN or Inf in the inputs of 'mlp.experts.down_proj.0'"),
     # allocation
     (partial(shares, sparsity=1), TypeError, "must be a share"),
     (partial(shares, sparsity={"a": 0.5}), TypeError, "must be a share"),
@@ -250,6 +272,11 @@ REFUSED: list[Row] = [
     (partial(straight, decay=-1.0), ValueError, "decay=-1.0 must be a number from 0 up"),
     (partial(straight, every=0), ValueError, "every=0 must be a number of steps"),
     (partial(straight, include="nothing"), ValueError, "matches no parameter"),
+    (partial(regrow, pattern="5:8"), ValueError, "5:8 does not fit 'layers.0.attention.q.weight': its 12 inputs"),
+    (partial(regrow, pattern=Below(0.5)), NotImplementedError, "give it a method regrowth"),
+    (partial(regrow, by="gradient"), ValueError, "'layers.0.attention.q.weight' has no gradient"),
+    (partial(regrow, by="gradient", is_nan=True), ValueError, "scores are NaN in 'layers.0.attention.o.weight'"),
+    (partial(regrow, share=1.5), ValueError, "share=1.5 is outside"),
     # jobs: nothing is read before
     (
         partial(one_shot, samples=0),
@@ -290,10 +317,25 @@ def wrong(num_ranks: int) -> list[str]:
 
 
 # What the rank with this number asks for, and how the difference is named.
+def infinite(_: int) -> None:
+    """Inf * 0: scores that are NaN, of the rows that the last rank holds."""
+    model: Any = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[3] = 0  # an input of down_proj that is always 0
+        model.model.layers[0].mlp.down_proj.weight[-1, 3] = torch.inf
+    prune.prune_blocks(sharded(model), **BLOCKS)
+
+
 DISAGREEMENTS: list[tuple[Callable[[int], object], str]] = [
     (lambda rank: blocks(pattern=Unstructured(0.5 + rank / 10)), "pattern: "),
     (lambda rank: blocks(samples=TOKENS[: 3 + rank]), "samples: "),
     (lambda rank: blocks(samples="self" if rank else TOKENS), "called with different arguments"),
+    (lambda rank: blocks(finished=lambda index: index < rank), r"finished\(0\): false on rank 0; true on rank 1"),
+    (
+        lambda rank: blocks(method="admm", finished=lambda index: index < 1 + rank),
+        r"finished\(1\): false on rank 0; true on rank 1",
+    ),
+    (infinite, "NaN"),
     (lambda rank: shares(sparsity=0.6 + rank / 10), "called with different arguments"),
     (lambda rank: shares(samples="self" if rank else TOKENS), "called with different arguments"),
     (

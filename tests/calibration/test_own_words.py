@@ -171,20 +171,6 @@ def test_kinds_of_windows(model_folder: Path) -> None:
     assert set(words[::3, 0].tolist()) == {*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids} - {0, 1, 2}
 
 
-@pytest.mark.parametrize("records", [False, True])
-def test_documents_begin_with_whole_lines(model_folder: Path, monkeypatch: pytest.MonkeyPatch, records: bool) -> None:
-    model, tokenizer = load_model(model_folder), load_tokenizer(model_folder)
-    if records:
-        monkeypatch.setattr(own_words_module, "can_record", lambda *_: True)
-        monkeypatch.setattr(recorded_words, "recorded", step_by_step)
-        monkeypatch.setattr(model, "generate", None)
-    told: list[tuple[int, int]] = []
-    how: Any = {"tokenizer": tokenizer, "prompts": torch.full((1, 4), 5), "progress": lambda *done: told.append(done)}
-    words = own_words(model, 4, 64, **how, beginnings=LINES, top_k=1)
-    assert told[-1] == (60 + 6 * 31,) * 2
-    check_begun(model, tokenizer, words)
-
-
 def check_begun(model: nn.Module, tokenizer: Any, words: torch.Tensor) -> None:
     """Check that of the six texts in ``words`` behind the first window two begin with each of ``LINES``."""
     starts, texts, numbers = tokenizer(LINES)["input_ids"], words[1:].reshape(6, 32), list[int]()
@@ -195,21 +181,28 @@ def check_begun(model: nn.Module, tokenizer: Any, words: torch.Tensor) -> None:
     assert sorted(numbers) == [0, 0, 1, 1, 2, 2]
 
 
-def begun_on_rank(_: int, folder: Path, layout: str) -> torch.Tensor:
-    model, told = load_model(folder), list[tuple[int, int]]()
-    model = sharded(model) if layout == "FSDP2" else model
-    how: Any = {"tokenizer": load_tokenizer(folder), "prompts": torch.full((1, 4), 5), "cache_memory": 1, "top_k": 1}
-    words = own_words(model, 4, 64, **how, beginnings=LINES, progress=lambda *done: told.append(done))
+def begun_on_rank(_: int, folder: Path, way: str) -> torch.Tensor:
+    model: Any = load_model(folder)
+    told = list[tuple[int, int]]()
+    model = sharded(model) if way == "FSDP2" else model
+    how: Any = {"tokenizer": load_tokenizer(folder), "prompts": torch.full((1, 4), 5), "top_k": 1, "beginnings": LINES}
+    how |= {"cache_memory": 1} if way in ("copies", "FSDP2") else {}
+    if way == "recorded":
+        model.generate = None
+    words = own_words(model, 4, 64, **how, progress=lambda *done: told.append(done))
     assert told[-1] == (60 + 6 * 31,) * 2
     return words
 
 
-@pytest.mark.parametrize("layout", ["copies", "FSDP2"])
-def test_documents_begin_with_whole_lines_over_ranks(model_folder: Path, layout: str) -> None:
-    """One text at a time on each rank: their prompts differ in length, and all take as many steps."""
-    one, other = run_threads(2, begun_on_rank, model_folder, layout)
-    assert torch.equal(one, other)
-    check_begun(load_model(model_folder), load_tokenizer(model_folder), one)
+@pytest.mark.parametrize("way", ["alone", "recorded", "copies", "FSDP2"])
+def test_documents_begin_with_whole_lines(model_folder: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Over ranks each writes one text at a time: their prompts differ in length, and all take as many steps."""
+    if way == "recorded":
+        monkeypatch.setattr(own_words_module, "can_record", lambda *_: True)
+        monkeypatch.setattr(recorded_words, "recorded", step_by_step)
+    words, *others = run_threads(1 if way in ("alone", "recorded") else 2, begun_on_rank, model_folder, way)
+    assert all(torch.equal(words, other) for other in others)
+    check_begun(load_model(model_folder), load_tokenizer(model_folder), words)
 
 
 def test_what_begins_with_tokens_that_the_model_does_not_know_is_left_out(model_folder: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from typing_extensions import override
 
 from distprune.calibration.catch_inputs import catch_inputs
@@ -23,6 +22,7 @@ from distprune.collectives.communicator import Alone, communicator
 from distprune.models.linear_layers import linear_layers
 from tests.architectures import samples, tiny_model
 from tests.device_path import as_on_a_device
+from tests.oneshot_oracle import listening
 from tests.worlds import drawing, run_threads
 
 TOKENS = samples(5)
@@ -234,29 +234,15 @@ def test_an_expert_without_tokens() -> None:
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
-def test_expert_inputs_are_what_the_eager_experts_multiply(
-    implementation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inputs_of_experts_whatever_multiplies_them(implementation: str) -> None:
     model: Any = tiny_model("mixtral")
     model.set_experts_implementation(implementation)
-    found = moments_of_blocks(model, Alone(), "squares")[0]
-    model.set_experts_implementation("eager")
-    experts = model.model.layers[0].mlp.experts
-    seen: dict[str, torch.Tensor] = {}
-
-    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        for name in ("gate_up_proj", "down_proj"):
-            if weight._base is getattr(experts, name):
-                key = f"mlp.experts.{name}.{weight.storage_offset() // weight.numel()}"
-                seen[key] = seen.get(key, torch.zeros(())) + x.double().square().sum(0)
-        return plain_linear(x, weight, bias)
-
-    plain_linear = F.linear
-    monkeypatch.setattr(F, "linear", linear)
-    with torch.no_grad():
-        for tokens in TOKENS:
+    found = {name: m for m in moments_of_blocks(model, Alone(), "squares")[0] for name in m.names if m.num_tokens}
+    wanted = dict.fromkeys(found, torch.zeros(()))
+    for tokens in TOKENS:
+        with torch.no_grad(), listening(model.model.layers[0], found) as given:
             model(input_ids=tokens[None], use_cache=False)
-    by_name = {name: m for m in found for name in m.names if ".experts." in name}
-    assert {name for name, m in by_name.items() if m.num_tokens} == seen.keys()
-    for name, square_sum in seen.items():
-        torch.testing.assert_close(by_name[name].squares.float(), square_sum.float(), rtol=1e-5, atol=1e-6)
+        for name, x in given.inputs.items():
+            wanted[name] = wanted[name] + x.double().square().sum(0)
+    for name, moments in found.items():
+        torch.testing.assert_close(moments.squares.float(), wanted[name].float(), rtol=1e-5, atol=1e-6)

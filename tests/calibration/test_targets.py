@@ -21,7 +21,7 @@ from distprune.calibration.walk import spread
 from distprune.collectives.communicator import Alone, communicator
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.linear_layers import linear_layers
-from tests.architectures import samples, tiny_model
+from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 from tests.worlds import run_threads
 
 TOKENS = samples(3)
@@ -43,12 +43,10 @@ ORDERS = {
         "o_proj",
     ),
 }
-GEMMA2 = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
-GEMMA2 |= {"num_key_value_heads": 1}
 
 
 def model_of(architecture: str) -> Any:
-    return tiny_model(architecture, **(GEMMA2 if architecture == "gemma2" else {}))
+    return tiny_model(architecture, **(ONE_SHOT_ARCHITECTURES["gemma"] if architecture == "gemma2" else {}))
 
 
 def order_of(model: Any) -> BlockOrder:

@@ -131,29 +131,21 @@ DAMAGES: dict[str, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_report_is_named(tmp_path: Path, command: Command, damage: str) -> None:
-    path = write(tmp_path / "a") / REPORT_NAME
-    key, value = DAMAGES[damage]
-    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
-    error = command("compare", tmp_path / "a", code=1).err
-    assert error.startswith(f"error: {path} is no report of a job, or damaged")
-    assert error.count("\n") == 1
-
-
 def test_errors_name_what_is_wrong(tmp_path: Path, command: Command) -> None:
     good, silent = write(tmp_path / "good"), write(tmp_path / "silent", after={})
-    for name, text in (("broken", "{"), ("foreign", "{}"), ("list", "[]")):
+    report = json.loads((good / REPORT_NAME).read_text())
+    texts = {name: json.dumps({**report, key: value}) for name, (key, value) in DAMAGES.items()}
+    texts |= {"broken": "{", "foreign": "{}", "list": "[]"}
+    for name, text in texts.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / REPORT_NAME).write_text(text)
+    named: list[Any] = [([good, tmp_path / name], f"{name}/report.json is no report of a job") for name in texts]
     for words, message in (
+        *named,
         (
             [good, tmp_path / "none", tmp_path],
             f"error: {tmp_path / 'none'}, {tmp_path}: no output, without a report.json or a config.json",
         ),
-        ([tmp_path / "broken"], "broken/report.json is no report of a job"),
-        ([good, tmp_path / "foreign"], "foreign/report.json is no report of a job"),
-        ([tmp_path / "list"], "list/report.json is no report of a job"),
         ([good, "--output", "all.pdf"], "all.pdf is no name of a picture"),
         ([silent, "--output", "all.png"], "run the jobs with --eval"),
     ):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,6 @@ from distprune.jobs import (
     run_prune_job,
     run_shrink_job,
 )
-from distprune.jobs.masked_training import MaskedTraining
 from tests.hf_models import ARCHITECTURES, make_model, make_tokenizer
 from tests.jobs.jobs_of_a_kind import Killed
 from tests.jobs.test_prune import Heard
@@ -56,26 +56,12 @@ def job(pruned_folder: Path, text_file: Path, tmp_path: Path) -> FinetuneJob:
     return dataclasses.replace(job, output=str(tmp_path / "out"), learning_rate=0.01, batch_size=3)
 
 
-def run_on_rank(_: int, job: FinetuneJob, dies_at: int | None = None) -> Any:
-    """Run this rank's job; return its losses, or the error as text. It may die in the step ``dies_at``."""
-    step = MaskedTraining.step
-    num_steps = 0
-
-    def dying(self: MaskedTraining, *arguments: float) -> None:
-        nonlocal num_steps
-        num_steps += 1
-        if num_steps == dies_at:
-            raise Killed
-        step(self, *arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MaskedTraining, "step", dying)
-        try:
-            return list(run_finetune_job(job).work.losses)
-        except Killed:
-            return "killed"
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
+def run_on_rank(_: int, job: FinetuneJob) -> Any:
+    """Run this rank's job; return its losses, or the error as text."""
+    try:
+        return list(run_finetune_job(job).work.losses)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def zeros(folder: str) -> dict[str, torch.Tensor]:
@@ -156,16 +142,19 @@ def test_long_gradients_are_cut(job: FinetuneJob, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_time_that_was_spent_counts(job: FinetuneJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
+    clock, ends = [0.0], [80.0]
 
     def tick() -> float:
         clock[0] += 10.0  # once for the start, once a step and once a save
+        if clock[0] in ends:
+            raise Killed
         return clock[0]
 
     monkeypatch.setattr("distprune.jobs.finetune.time", SimpleNamespace(perf_counter=tick))
     timed = dataclasses.replace(job, steps=None, minutes=1.0, save_every=20.0)
-    assert run_on_rank(0, timed, 5) == "killed"  # in the fifth step, with the state after the fourth: 50 seconds
-    clock[0] = 0.0
+    with pytest.raises(Killed):  # in the fifth step, with the state after the fourth: 50 seconds
+        run_finetune_job(timed)
+    clock[0] = ends[0] = 0.0
     heard = Heard()
     training = run_finetune_job(dataclasses.replace(timed, resume=True), watcher=heard).work
     assert "going on after step 4" in heard.said
@@ -191,18 +180,18 @@ def test_saves_that_take_long_leave_time_to_train(job: FinetuneJob, monkeypatch:
     assert saved_after == [2, 4]
 
 
-def other_tokens(job: FinetuneJob, tmp_path: Path) -> FinetuneJob:
+def with_teacher(name: str, change: Callable[[str], str], job: FinetuneJob, tmp_path: Path) -> FinetuneJob:
+    """Return the job with a copy of its model as its teacher, of which one file is changed."""
     shutil.copytree(job.model, tmp_path / "teacher")
-    path = tmp_path / "teacher" / "tokenizer.json"
-    path.write_text(path.read_text().replace('"a":', '"A":'))
+    path = tmp_path / "teacher" / name
+    path.write_text(change(path.read_text()))
     return dataclasses.replace(job, teacher=str(tmp_path / "teacher"))
 
 
-def larger_vocabulary(job: FinetuneJob, tmp_path: Path) -> FinetuneJob:
-    shutil.copytree(job.model, tmp_path / "teacher")
-    path = tmp_path / "teacher" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 80}))
-    return dataclasses.replace(job, teacher=str(tmp_path / "teacher"))
+other_tokens = partial(with_teacher, "tokenizer.json", lambda text: text.replace('"a":', '"A":'))
+larger_vocabulary = partial(
+    with_teacher, "config.json", lambda text: json.dumps({**json.loads(text), "vocab_size": 80})
+)
 
 
 def dense(folder: Path) -> Path:

@@ -19,7 +19,7 @@ from distprune.checkpoint import stored_slices
 from distprune.checkpoint.inspect import inspect_directory
 from distprune.jobs import OneShotJob, run_one_shot_job
 from distprune.jobs.options import REPORT_NAME
-from tests.jobs.jobs_of_a_kind import run_in_own_folder, run_on_rank
+from tests.jobs.jobs_of_a_kind import run_on_rank
 from tests.worlds import ProcessPool
 
 
@@ -106,19 +106,6 @@ def test_what_is_wrong_is_refused(
 ) -> None:
     spoil(job)
     pool.all_say(2, run_on_rank, job, match=f"^ValueError: .*{message}")
-    assert not list(Path(job.output).parent.glob("*"))
-
-
-def test_ranks_that_see_different_text(pool: ProcessPool, tmp_path: Path, job: OneShotJob) -> None:
-    text = Path(job.calibration).read_text()
-    for rank, of_rank in enumerate((text, text.replace("union", "onion"))):
-        (tmp_path / str(rank)).mkdir()
-        (tmp_path / str(rank) / "text.txt").write_text(of_rank)
-    own = dataclasses.replace(job, calibration="text.txt")
-    match = "^ValueError: ranks were called with different arguments: calibration tokens: "
-    pool.all_say(2, run_in_own_folder, tmp_path, own, match=match)
-    (tmp_path / "1" / "text.txt").unlink()
-    pool.all_say(2, run_in_own_folder, tmp_path, own, match="^FileNotFoundError: ")
     assert not list(Path(job.output).parent.glob("*"))
 
 

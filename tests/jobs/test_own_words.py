@@ -18,7 +18,6 @@ from distprune import own_words
 from distprune.calibration.data import WindowBatches, calibration_windows
 from distprune.checkpoint.hf_load import load_model, load_tokenizer
 from distprune.jobs import (
-    FinetuneJob,
     OneShotJob,
     PlanJob,
     PruneJob,
@@ -33,8 +32,8 @@ from distprune.jobs import (
     run_shrink_job,
 )
 from distprune.jobs.own_words import WindowCounts, about_tokenizer, counts_of, mixed, read_words, words_content
-from tests.jobs.jobs_of_a_kind import left, run_on_rank
-from tests.jobs.test_prune import contents
+from tests.jobs.jobs_of_a_kind import files, left, run_on_rank
+from tests.small_job import small_finetune_job
 from tests.worlds import ProcessPool
 
 
@@ -116,27 +115,24 @@ def test_a_text_is_continued_and_left(
     assert not list(Path(job.output).glob("*.tokens"))
 
 
+@pytest.mark.usefixtures("draws_nothing")
 def test_killed_and_resumed_it_has_the_same_words(
-    pool: ProcessPool, tmp_path: Path, job: OneShotJob, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[str], Any], expected: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = dataclasses.replace(job, output=str(tmp_path / "whole"))
-    assert pool.run(2, run_on_rank, whole) == ["", ""]
-    assert pool.run(2, run_on_rank, job, 1) == ["killed", "killed"]
-    kept = left(job) / "own_words.tokens"
-    assert len(read_words(kept)[0]) == 3
-    again = dataclasses.replace(job, resume=True)
+    job = make("one-shot")
+    again, output, kept = dataclasses.replace(job, resume=True), Path(job.output), left(job) / "own_words.tokens"
+    assert run_on_rank(0, job, 1) == "killed"
     shutil.copytree(left(job), tmp_path / "left")
-    monkeypatch.setattr(words_of_jobs, "own_words", lambda *_, **__: pytest.fail("written again"))
-    assert run_on_rank(0, again) == ""
-    shutil.rmtree(job.output)
-    shutil.copytree(tmp_path / "left", left(job))
-    assert pool.run(2, run_on_rank, again) == ["", ""]
-    assert contents(Path(job.output)) == contents(tmp_path / "whole")
-    assert "3 windows of 12 tokens that the model wrote; no text" in (Path(job.output) / "README.md").read_text()
-    shutil.copytree(tmp_path / "left", left(job))
+    with monkeypatch.context() as patch:
+        patch.setattr(words_of_jobs, "own_words", lambda *_, **__: pytest.fail("written again"))
+        run_one_shot_job(again)
+    assert files(output) == expected(job)
+    assert "3 windows of 16 tokens that the model wrote; no text" in (output / "README.md").read_text()
+    shutil.rmtree(output)
+    (tmp_path / "left").rename(left(job))
     kept.write_bytes(kept.read_bytes()[:-8])
-    shutil.rmtree(job.output)
-    pool.all_say(2, run_on_rank, again, match="own_words.tokens is no file of own words, or damaged")
+    with pytest.raises(ValueError, match=r"own_words.tokens is no file of own words, or damaged"):
+        run_one_shot_job(again)
 
 
 def sampled_on_rank(_: int, job: SampleJob) -> None:
@@ -205,16 +201,8 @@ def test_recovered_with_what_the_teacher_writes(
     job: OneShotJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_prune_job(PruneJob(model=job.model, output=str(tmp_path / "pruned"), sparsity=0.5))
-    tuning = FinetuneJob(
-        model=str(tmp_path / "pruned"),
-        output=str(tmp_path / "tuned"),
-        teacher=job.model,
-        steps=2,
-        own_words=3,
-        batch_size=2,
-        sequence_length=8,
-        compute_dtype=torch.float32,
-    )
+    tuning = small_finetune_job(tmp_path / "pruned", Path("self"), tmp_path, steps=2)
+    tuning = dataclasses.replace(tuning, teacher=job.model, own_words=3, sequence_length=8)
     (written,) = calibrated_with(monkeypatch, lambda: run_finetune_job(tuning))
     tokenizer = load_tokenizer(Path(job.model))
     assert torch.equal(written, own_words(load_model(Path(job.model)), 3, 8, tokenizer=tokenizer))

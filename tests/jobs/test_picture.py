@@ -15,12 +15,7 @@ from distprune.jobs import OneShotJob, PruneJob, run_one_shot_job, run_prune_job
 from distprune.jobs.options import REPORT_NAME
 from distprune.jobs.picture import PICTURE_NAME, can_draw, picture
 from distprune.jobs.report import PrunedBlocks, Trained
-from tests.small_job import block_entry, small_job
-
-
-@pytest.fixture
-def job(model_folder: Path, text_file: Path, tmp_path: Path) -> OneShotJob:
-    return small_job(model_folder, text_file, tmp_path)
+from tests.small_job import block_entry
 
 
 def drawn(work: Any) -> Any:
@@ -59,14 +54,14 @@ def test_the_picture_of_losses() -> None:
 def test_the_picture_lies_beside_the_model_and_is_not_carried_on(job: OneShotJob, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run_one_shot_job(job)
-    assert (tmp_path / "out" / PICTURE_NAME).read_bytes().startswith(b"\x89PNG\r\n")
+    assert Path(job.output, PICTURE_NAME).read_bytes().startswith(b"\x89PNG\r\n")
     again = PruneJob(model=job.output, output=str(tmp_path / "again"), sparsity=0.6)
     run_prune_job(again)
     assert not (tmp_path / "again" / PICTURE_NAME).exists()
 
 
 def test_without_matplotlib_the_picture_is_left_out_and_that_is_said_last(
-    job: OneShotJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    job: OneShotJob, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *m: None if name == "matplotlib" else find(name, *m))
@@ -76,12 +71,12 @@ def test_without_matplotlib_the_picture_is_left_out_and_that_is_said_last(
     said = f"{PICTURE_NAME} is left out: it needs matplotlib, which is not installed: pip install 'distprune[plot]'\n"
     assert shown.endswith(said)
     assert shown.count(PICTURE_NAME) == 1
-    assert not (tmp_path / "out" / PICTURE_NAME).exists()
-    assert (tmp_path / "out" / REPORT_NAME).is_file()
+    assert not Path(job.output, PICTURE_NAME).exists()
+    assert Path(job.output, REPORT_NAME).is_file()
 
 
 def test_a_picture_that_cannot_be_drawn_does_not_cost_the_model(
-    job: OneShotJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    job: OneShotJob, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError("no fonts")
@@ -91,5 +86,5 @@ def test_a_picture_that_cannot_be_drawn_does_not_cost_the_model(
     assert can_draw(pytest.fail)
     run_one_shot_job(job, watcher=Display(visible=True))
     assert f"{PICTURE_NAME} is left out, drawing it failed: RuntimeError: no fonts\n" in capsys.readouterr().err
-    assert not (tmp_path / "out" / PICTURE_NAME).exists()
-    assert (tmp_path / "out" / REPORT_NAME).is_file()
+    assert not Path(job.output, PICTURE_NAME).exists()
+    assert Path(job.output, REPORT_NAME).is_file()

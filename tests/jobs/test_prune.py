@@ -22,6 +22,7 @@ from distprune.patterns.base import Scope
 from tests.jobs import jobs_of_a_kind
 from tests.jobs.jobs_of_a_kind import run_in_own_folder
 from tests.sampling import pairs_first
+from tests.small_job import small_job
 from tests.worlds import ProcessPool
 
 
@@ -120,11 +121,16 @@ def test_ranks_that_see_different_files(pool: ProcessPool, tmp_path: Path, model
         shutil.copyfile(text_file, tmp_path / rank / "text.txt")
     output = str(tmp_path / "out")
     job = PruneJob(model="model", output=output, sparsity=0.3, evaluate_on=("text.txt",), evaluation_length=16)
-    for name, what in (("model/config.json", "model files"), ("text.txt", "evaluation tokens of text.txt")):
+    calibrated = small_job(Path("model"), Path("text.txt"), tmp_path)
+    asked: list[tuple[Any, str, str]] = [(job, "model/config.json", "model files")]
+    asked += [(job, "text.txt", "evaluation tokens of text.txt"), (calibrated, "text.txt", "calibration tokens")]
+    for job, name, what in asked:
         before = (tmp_path / "1" / name).read_text()
-        (tmp_path / "1" / name).write_text(f" {before}")
+        (tmp_path / "1" / name).write_text(before.replace("e", "a") if name == "text.txt" else f" {before}")
         match = f"^ValueError: ranks were called with different arguments: {what}: "
         pool.all_say(2, run_in_own_folder, tmp_path, job, match=match)
+        (tmp_path / "1" / name).unlink()
+        pool.all_say(2, run_in_own_folder, tmp_path, job, match="^FileNotFoundError: ")
         (tmp_path / "1" / name).write_text(before)
     assert not Path(output).exists()
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+import distprune as prune
+from distprune.checkpoint.hf_load import load_tokenizer
 from distprune.jobs import ShrinkJob, run_shrink_job
 from distprune.jobs.options import REPORT_NAME
 from tests.hf_models import make_model, make_tokenizer
@@ -39,60 +41,54 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def units_of(text: str) -> Iterator[int]:
-    for run in text.split(","):
-        first, *last = map(int, run.split("-"))
-        yield from range(first, (last or [first])[0] + 1)
+# By model: what is asked for, the sizes in its configuration afterwards, and what the card says is left.
+SMALLER: dict[str, tuple[dict[str, Any], dict[str, int], str]] = {
+    "llama": (
+        {"mlp": 0.75, "heads": 2, "layers": 3},
+        {"num_hidden_layers": 3, "intermediate_size": 21, "num_attention_heads": 2, "head_dim": 6},
+        "layers 3 of 4; mlp 21 of 28; heads 2 of 4",
+    ),
+    "mixtral": (  # experts are stored apart, and one parameter in the model
+        {"experts": 3, "mlp": 24, "layers": 1},
+        {"num_hidden_layers": 1, "intermediate_size": 24, "num_local_experts": 3},
+        "layers 1 of 2; experts 3 of 5; mlp 24 of 28",
+    ),
+}
 
 
-def sliced(folder: Path, report: dict[str, Any], width: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of the Llama in ``folder`` that stay, cut by hand as ``report`` says."""
-    tensors = tensors_of(folder)
-    kept = {name: tensor for name, tensor in tensors.items() if ".layers." not in name}
-    for number, block in enumerate(report["removal"]["blocks"]):
-        units = {of["kind"]: torch.tensor(list(units_of(of["units"]))) for of in block["kept"]}
-        heads = (units["heads"][:, None] * width + torch.arange(width)).flatten()
-        for name in (name for name in tensors if name.startswith(f"{block['name']}.")):
-            tensor = tensors[name]
-            for part, dim, index in (
-                ("gate_proj", 0, units["mlp"]),
-                ("up_proj", 0, units["mlp"]),
-                ("down_proj", 1, units["mlp"]),
-                ("q_proj", 0, heads),
-                ("o_proj", 1, heads),
-            ):
-                tensor = tensor.index_select(dim, index) if part in name else tensor
-            kept[name.replace(f".{block['index']}.", f".{number}.", 1)] = tensor
-    return kept
-
-
-def test_what_stays_is_what_stood_there(
-    pool: ProcessPool, tmp_path: Path, job: ShrinkJob, dense_folder: Path, text_file: Path
+@pytest.mark.parametrize("architecture", SMALLER)
+def test_what_is_written_is_what_shrink_model_leaves(
+    pool: ProcessPool, text_file: Path, tmp_path: Path, dense_folder: Path, architecture: str
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
-    job = dataclasses.replace(job, criterion="magnitude", refit="none", evaluate_on=(str(text_file),))
-    job = dataclasses.replace(job, evaluation_length=16, evaluation_tokens=160)
-    assert pool.run(2, run_on_rank, job) == ["", ""]
-    report = json.loads((tmp_path / "out" / REPORT_NAME).read_text())
-    removal = report["removal"]
-    assert [len(list(units_of(of["units"]))) for block in removal["blocks"] for of in block["kept"]] == [21, 2] * 3
-    expected, written = sliced(dense_folder, report, 6), tensors_of(tmp_path / "out")
-    assert expected.keys() == written.keys()
-    assert all(torch.equal(expected[name], written[name]) for name in expected)
-    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    """On one process, where the job is two ranks that were killed and resumed."""
+    sizes, config, left = SMALLER[architecture]
+    folder = dense_folder
+    if architecture != "llama":
+        folder = make_model(tmp_path / "model", architecture, max_shard_size="30KB")
+        make_tokenizer(folder)
+    job = small_shrink_job(folder, text_file, tmp_path / "outputs", **sizes, criterion="magnitude", refit="none")
+    job = dataclasses.replace(job, evaluate_on=(str(text_file),), evaluation_length=16, evaluation_tokens=160)
+    assert pool.run(2, run_on_rank, job, 0) == ["killed", "killed"]
+    assert pool.run(2, run_on_rank, dataclasses.replace(job, resume=True)) == ["", ""]
+    output = tmp_path / "outputs" / "out"
+    whole = prune.load(folder)
+    windows = prune.calibration_windows(text_file, load_tokenizer(folder), 4, 16)
+    prune.shrink_model(whole, windows, **sizes, criterion="magnitude", refit="none", layer_criterion="influence")
+    model, info = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True)
     assert not any(info.values()), info
-    assert model.num_parameters() == removal["num_parameters"] < removal["num_parameters_before"]
-    assert (model.config.num_hidden_layers, model.config.num_attention_heads, model.config.head_dim) == (3, 2, 6)
+    ours, wanted = model.state_dict(), whole.state_dict()
+    assert all(torch.equal(ours[name], wanted[name]) for name in ours | wanted)
+    assert {size: getattr(model.config, size) for size in config} == config
     assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=4, min_new_tokens=4).shape == (1, 6)
+    report = json.loads((output / REPORT_NAME).read_text())
+    assert model.num_parameters() == report["removal"]["num_parameters"] < report["removal"]["num_parameters_before"]
     assert report["perplexity_after"].keys() == {str(text_file)}
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "| left | layers 3 of 4; mlp 21 of 28; heads 2 of 4 |" in card
-    assert "distprune shrink model " in card
-    assert "--calibration text.txt" in card
-    assert "--mlp 0.75 --heads 2 " in card
+    card = (output / "README.md").read_text()
+    for said in (f"| left | {left} |", "distprune shrink model ", "--calibration text.txt"):
+        assert said in card
+    assert all(f"--{kind} {size} " in card for kind, size in sizes.items())
     assert "sparse" not in card
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert [path.name for path in output.parent.iterdir()] == ["out"]
 
 
 @pytest.mark.whole
@@ -136,35 +132,3 @@ def test_what_is_not_possible_is_refused(job: ShrinkJob, tmp_path: Path, asked: 
     with pytest.raises((ValueError, NotImplementedError), match=message):
         run_shrink_job(dataclasses.replace(job, **asked))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_experts_that_are_stored_apart(pool: ProcessPool, text_file: Path, tmp_path: Path) -> None:
-    """And are one parameter in the model."""
-    from transformers import AutoModelForCausalLM
-
-    folder = make_model(tmp_path / "model", "mixtral", max_shard_size="30KB")
-    make_tokenizer(folder)
-    job = small_shrink_job(folder, text_file, tmp_path, experts=3, mlp=24, layers=1)
-    job = dataclasses.replace(job, criterion="magnitude", refit="none")
-    whole = dataclasses.replace(job, output=str(tmp_path / "whole"))
-    assert pool.run(1, run_on_rank, whole) == [""]
-    assert pool.run(2, run_on_rank, job, 0) == ["killed", "killed"]
-    assert pool.run(2, run_on_rank, dataclasses.replace(job, resume=True)) == ["", ""]
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    (block,) = json.loads((tmp_path / "out" / REPORT_NAME).read_text())["removal"]["blocks"]
-    kept: dict[str, Any] = {of["place"]: torch.tensor(list(units_of(of["units"]))) for of in block["kept"]}
-    before, after = tensors_of(folder), tensors_of(tmp_path / "out")
-    old, new = f"{block['name']}.block_sparse_moe", "model.layers.0.block_sparse_moe"
-    assert torch.equal(after[f"{new}.gate.weight"], before[f"{old}.gate.weight"][kept["mlp.experts"]])
-    for number, expert in enumerate(kept["mlp.experts"].tolist()):
-        channels = kept[f"mlp.experts.{expert}"]
-        for part, dim in (("w1", 0), ("w2", 1), ("w3", 0)):
-            whole_part = before[f"{old}.experts.{expert}.{part}.weight"]
-            written = after[f"{new}.experts.{number}.{part}.weight"]
-            assert torch.equal(written, whole_part.index_select(dim, channels))
-    assert sum("block_sparse_moe.experts" in name for name in after) == 3 * 3
-    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(info.values()), info
-    sizes = ("num_local_experts", "intermediate_size", "num_hidden_layers")
-    assert [getattr(model.config, size) for size in sizes] == [3, 24, 1]
-    assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=4, min_new_tokens=4).shape == (1, 6)

@@ -21,9 +21,8 @@ from tests import allocation_oracle as oracle
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 from tests.families import family_model, tokens
 from tests.oneshot.alike import TOKENS, matrices, sharded
-from tests.oneshot.test_errors import check_all_raise
 from tests.oneshot.test_tensor_parallel import make, wrapped
-from tests.worlds import ProcessPool
+from tests.worlds import ProcessPool, all_raise
 
 SHARE = 0.6
 
@@ -181,7 +180,7 @@ def not_finite(rank: int, where: str, shard: bool) -> None:
 )
 @pytest.mark.sampled(2)
 def test_not_finite(where: str, match: str, shard: bool) -> None:
-    check_all_raise(2, not_finite, where, shard, match=match)
+    all_raise(2, not_finite, where, shard, match=match)
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.05, 0.95, 1.0])

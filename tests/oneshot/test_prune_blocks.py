@@ -33,7 +33,8 @@ from tests.oneshot.alike import (
     share_alike,
 )
 from tests.sampling import all_pairs, in_turn, only_whole
-from tests.worlds import ProcessPool
+from tests.worlds import ProcessPool, run_threads
+from tests.wrapped import whole
 
 PATTERNS: dict[Pattern, solver_oracle.Pattern] = {
     Unstructured(0.5): 0.5,
@@ -133,6 +134,19 @@ OF_FOUR: list[Case] = [*FEW, ("permuted wanda", NByM(2, 4))]
 def test_ranks_do_what_one_does(pool: ProcessPool, key: Key, cases: list[Case]) -> None:
     everywhere = pool.run(math.prod(key[1]), on_rank, *key, cases)
     check_ranks(everywhere, partial(tiny_model, key[0]), cases)
+
+
+def waves_on_rank(_: int) -> list[Pruned]:
+    """Prune experts one at a time, as with very little memory."""
+    model = sharded(tiny_model("mixtral"))
+    report = prune_blocks(model, TOKENS, method="admm", pattern=NByM(2, 4), seed=3, expert_memory=1, **PLAIN)
+    return [({name: whole(p) for name, p in model.named_parameters()}, report)]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_experts_in_waves(num_ranks: int) -> None:
+    """Are pruned as all at once on one rank."""
+    check_ranks(run_threads(num_ranks, waves_on_rank), partial(tiny_model, "mixtral"), [("admm", NByM(2, 4))])
 
 
 @pytest.mark.parametrize(("key", "numbers"), in_turn(ON_TWO, range(4), num=2))

@@ -19,6 +19,7 @@ from distprune.oneshot.recipe import OneShotMethod
 from distprune.oneshot.report import BlockReport
 from tests.architectures import samples, tiny_model
 from tests.oneshot.alike import sharded
+from tests.oneshot_oracle import listening
 from tests.worlds import all_raise, run_threads
 
 TOKENS = samples(4)
@@ -87,40 +88,21 @@ def test_rounds_layer_by_layer() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.sampled(2)
-def test_going_on_after_a_block(method: OneShotMethod) -> None:
+def test_going_on_after_two_blocks(method: OneShotMethod) -> None:
+    """One stream of hidden states is held, and the dense one where there is one, also while it is not known yet
+    whether a block is restored."""
     whole, part = tiny_model("llama"), tiny_model("llama")
-    states: dict[int, dict[str, torch.Tensor]] = {}
+    states: list[dict[str, torch.Tensor]] = []
     seen: list[BlockReport] = []
 
     def on_block(index: int, report: BlockReport) -> None:
         assert report.index == index
         seen.append(report)
-        states[index] = copy.deepcopy(whole.state_dict())
+        states.append(copy.deepcopy(whole.state_dict()))
 
-    full = prune_blocks(whole, TOKENS, method=method, pattern=HALF, seed=5, on_block=on_block)
+    how: dict[str, Any] = {"method": method, "pattern": HALF, "seed": 5}
+    full = prune_blocks(whole, TOKENS, on_block=on_block, **how)
     assert list(full.blocks) == seen
-    prefix = f"{full.blocks[0].name}."
-
-    def finished(index: int) -> bool:
-        if index == 0:
-            own = {name: value for name, value in states[0].items() if name.startswith(prefix)}
-            part.load_state_dict(own, strict=False)
-        return index == 0
-
-    rest = prune_blocks(part, TOKENS, method=method, pattern=HALF, seed=5, finished=finished)
-    assert rest.num_parameters is None
-    assert [block.layers for block in rest.blocks] == [block.layers for block in full.blocks[1:]]
-    for name, value in part.state_dict().items():
-        assert torch.equal(value, whole.state_dict()[name])
-
-
-def test_a_walk_that_goes_on_holds_two_streams() -> None:
-    """The pruned one and the dense one, also while it is not known yet whether a block is restored."""
-    states: list[dict[str, torch.Tensor]] = []
-    whole, part = tiny_model("llama"), tiny_model("llama")
-    how: dict[str, Any] = {"method": "admm", "pattern": HALF}
-    prune_blocks(whole, TOKENS, on_block=lambda *_: states.append(copy.deepcopy(whole.state_dict())), **how)
     num_streams = list[float]()
 
     def hidden_states() -> list[torch.Tensor]:
@@ -136,13 +118,29 @@ def test_a_walk_that_goes_on_holds_two_streams() -> None:
         found = {of.untyped_storage().data_ptr(): len(of) for of in hidden_states()}
         num_streams.append(sum(num for where, num in found.items() if where not in known) / len(TOKENS))
         if index < 2:
-            part.load_state_dict(states[index])
+            prefix = f"{full.blocks[index].name}."
+            own = {name: value for name, value in states[index].items() if name.startswith(prefix)}
+            part.load_state_dict(own, strict=False)
         return index < 2
 
-    prune_blocks(part, TOKENS, finished=finished, **how)
-    assert num_streams[0] == num_streams[1] == num_streams[2] == 2
+    rest = prune_blocks(part, TOKENS, finished=finished, **how)
+    assert num_streams == [2 if method == "admm" else 1] * 3
+    assert rest.num_parameters is None
+    assert [block.layers for block in rest.blocks] == [block.layers for block in full.blocks[2:]]
     for name, value in part.state_dict().items():
         assert torch.equal(value, whole.state_dict()[name])
+
+
+def calls_back(rank: int) -> tuple[int, list[int]]:
+    seen: list[int] = []
+    on_block = None if rank else lambda index, _: seen.append(index)
+    return prune_blocks(tiny_model("llama"), TOKENS, 0.5, method="wanda", on_block=on_block).num_rounds, seen
+
+
+def test_a_callback_on_one_rank_alone() -> None:
+    (num_rounds, first), (same, other) = run_threads(2, calls_back)
+    assert (first, other) == ([0, 1, 2], [])
+    assert num_rounds == same
 
 
 def test_offload_changes_nothing() -> None:
@@ -162,21 +160,15 @@ def test_error_is_that_of_the_outputs(method: OneShotMethod, dead: bool, within:
     if dead:
         with torch.no_grad():
             model.model.layers[0].mlp.up_proj.weight[3] = 0  # an input of down_proj that is always 0
-    inputs: dict[str, list[torch.Tensor]] = {}
-    block = decoder_blocks(model)[0][1]
-    handles = [
-        linear.module.register_forward_pre_hook(lambda _, x, name=name: inputs.setdefault(name, []).append(x[0][0]))
-        for name, linear in linear_layers(block).items()
-    ]
-    with torch.no_grad():
-        for tokens in TOKENS:
+    block, inputs = decoder_blocks(model)[0][1], list[dict[str, torch.Tensor]]()
+    for tokens in TOKENS:
+        with torch.no_grad(), listening(block, linear_layers(block)) as given:
             model(input_ids=tokens[None])
-    for handle in handles:
-        handle.remove()
+        inputs.append(given.inputs)
     before = {name: linear.parameter.detach().clone() for name, linear in linear_layers(block).items()}
     report = prune_blocks(model, TOKENS, method=method, pattern=HALF, seed=1)
     for of_layer, (name, linear) in zip(report.blocks[0].layers, linear_layers(block).items(), strict=True):
-        x = torch.cat(inputs[name]).double()
+        x = torch.cat([of_sample[name] for of_sample in inputs]).double()
         change = x @ (before[name] - linear.parameter.detach()).double().t()
         wanted = float(change.norm() / (x @ before[name].double().t()).norm())
         assert of_layer.relative_error == pytest.approx(wanted, rel=within)

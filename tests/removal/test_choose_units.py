@@ -15,7 +15,7 @@ from typing_extensions import override
 from distprune.removal.choose_units import choose_units
 from distprune.removal.criteria import Criterion, UnitEvidence
 from distprune.removal.rebuild import remove_units
-from tests.architectures import samples, tiny_model
+from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 from tests.oneshot.alike import sharded
 from tests.oneshot.test_tensor_parallel import make as make_plan, wrapped
 from tests.removal_oracle import Reader, plain_removal
@@ -252,8 +252,7 @@ def test_gradients_that_nothing_needs() -> None:
 
 def test_a_norm_behind_the_layer_before_a_gap() -> None:
     """What the linear layer puts out is not added as it is: it is left, and a warning says so."""
-    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 2, "num_key_value_heads": 1}
-    model: Any = tiny_model("gemma2", num_hidden_layers=3, head_dim=12, **sizes)
+    model: Any = tiny_model("gemma2", **ONE_SHOT_ARCHITECTURES["gemma"] | {"num_hidden_layers": 3})
     before = model.model.layers[0].mlp.down_proj.weight.clone()
     with pytest.warns(UserWarning, match="layers.0.mlp.down_proj' cannot make up"):
         choose_units(model, TOKENS, {}, layers=[0, 2], **LEAST_SQUARES)

@@ -23,7 +23,7 @@ from distprune.removal.experts import choose_experts
 from distprune.removal.layers import losses_without, order_layers, skipping
 from distprune.removal.shrink_model import shrink_model
 from tests.architectures import samples, tiny_model
-from tests.calibration.test_walk import alternating_model
+from tests.calibration.test_walk import alternating_model, block_outputs
 from tests.oneshot.alike import sharded
 from tests.worlds import run_threads
 
@@ -50,20 +50,10 @@ def test_skipped_layers_are_as_if_gone() -> None:
 
 
 def test_layers_by_influence() -> None:
-    model = tiny_model("llama", num_hidden_layers=4)
-    with torch.no_grad():
-        given: dict[int, torch.Tensor] = {}
-        handles = [
-            block.register_forward_pre_hook(lambda _, args, i=i: given.update({i: args[0].double()}))
-            for i, (_, block) in enumerate(decoder_blocks(model))
-        ]
-        last: list[torch.Tensor] = []
-        handles.append(decoder_blocks(model)[-1][1].register_forward_hook(lambda _, __, out: last.append(out.double())))
-        model(input_ids=TOKENS, use_cache=False)
-    for handle in handles:
-        handle.remove()
-    after = [*(given[i] for i in range(1, 4)), last[0]]
-    influences = [float(1 - torch.cosine_similarity(given[i], after[i], dim=-1).mean()) for i in range(4)]
+    model: Any = tiny_model("llama", num_hidden_layers=4)
+    after = [put_out.double() for put_out in block_outputs(model, TOKENS)]
+    given = [model.model.embed_tokens(TOKENS).detach().double(), *after[:-1]]
+    influences = [float(1 - torch.cosine_similarity(*pair, dim=-1).mean()) for pair in zip(given, after, strict=True)]
     wanted = sorted(sorted(range(4), key=lambda i: influences[i])[2:])
     assert layers_left(model, 2, criterion="influence") == wanted
 
@@ -113,14 +103,15 @@ def losses(model: nn.Module, left: list[int]) -> dict[int, float]:
 
 @pytest.mark.parametrize("make", [partial(tiny_model, "llama"), partial(tiny_model, "bloom"), alternating_model])
 def test_losses_are_those_of_whole_forwards(make: Callable[[], nn.Module]) -> None:
-    """To the bit, where a forward runs one sample; also of layers that are called in two ways."""
+    """But for rounding; also of layers that are called in two ways."""
     model = make()
     asked = [Continuation(sample[:-1], sample[1:]) for sample in TOKENS]
     layers = list(range(len(decoder_blocks(model))))
     for left in (layers, layers[1:]):
         for index, found in losses(model, left).items():
             with skipping(model, {*layers} - {*left} | {index}):
-                assert found == -math.fsum(log_likelihoods(model, asked, batch_tokens=1)[:, 0].tolist())
+                wanted = -math.fsum(log_likelihoods(model, asked, batch_tokens=1)[:, 0].tolist())
+                assert found == pytest.approx(wanted, rel=1e-8)
 
 
 def test_layers_by_loss() -> None:

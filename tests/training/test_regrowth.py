@@ -16,7 +16,7 @@ from distprune.training.regrowth import Counts, GrowBy, Regrow
 from distprune.training.schedules import constant
 from distprune.training.sparse_training import SparseTraining
 from distprune.training.straight_through import StraightThrough
-from tests.contract import FITTING, Below
+from tests.contract import FITTING
 from tests.device_path import as_on_a_device, counted_waits
 from tests.layouts import Layout
 from tests.oracle import random_scores
@@ -175,32 +175,6 @@ def check(layout: Layout, world_size: int, cases: Sequence[Case]) -> None:
 def test_equals_the_plain_answer(layout: Layout, world_size: int, cases: list[Combination]) -> None:
     in_rows = prune.PerRow(0.55), "gradient", torch.float64  # rows are cut in most layouts
     check(layout, world_size, [made(pattern, [by], dtype, 2) for pattern, by, dtype in [*cases, in_rows]])
-
-
-def not_finite(model: nn.Module, hold: prune.Hold) -> None:
-    weight = model.get_parameter("p1")
-    weight.grad = torch.full_like(weight, torch.nan)
-    hold.regrow(SHARE, "2:4", by="gradient")
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "says"),
-    [
-        (lambda _, hold: hold.regrow(SHARE, "5:8"), ValueError, "5:8 does not fit 'p1': its 12 inputs"),
-        (lambda _, hold: hold.regrow(SHARE, Below(0.5)), NotImplementedError, "give it a method regrowth"),
-        (lambda _, hold: hold.regrow(SHARE, "2:4", by="gradient"), ValueError, "'p1' has no gradient"),
-        (not_finite, ValueError, "scores are NaN in 'p1'"),
-        (lambda _, hold: hold.regrow(1.5, "2:4"), ValueError, "share=1.5 is outside"),
-    ],
-)
-def test_bad_input(call: Callable[[nn.Module, prune.Hold], None], error: type[Exception], says: str) -> None:
-    model = Holder({"p1": whole_numbers(0, torch.float32, 9, FITTING[1:2])["p0"] + 0.5})
-    hold = prune.hold_zeros(model, include="*")
-    before = model.get_parameter("p1").detach().clone()
-    with pytest.raises(error, match=says):
-        call(model, hold)
-    hold.remove()
-    assert torch.equal(model.get_parameter("p1"), before)
 
 
 Update = Callable[[nn.Module, torch.optim.Optimizer], object]

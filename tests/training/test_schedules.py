@@ -73,21 +73,3 @@ def test_each_parameter_as_if_alone(pool: ProcessPool, pattern: str) -> None:
     for num_ranks, layout in ((2, "ddp"), (2, "fsdp2"), (4, "fsdp-tp")):
         for weights in pool.run(num_ranks, prune_on_rank, layout, pattern):
             assert all(map(torch.equal, weights, expected))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "says"),
-    [
-        ({"sparsity": {"up.weight": 0.5}}, ValueError, "there is no sparsity for"),
-        ({"sparsity": {"up.weight": 1.5}}, ValueError, "outside"),
-        ({"sparsity": {"up.weight": "half"}}, TypeError, "must be a float"),
-        ({"sparsity": {"up.weight": 0.5}, "scope": "global"}, ValueError, "goes with scope='tensor'"),
-        ({"sparsity": {"up.weight": 0.5}, "pattern": "row"}, ValueError, "there is no sparsity for"),
-    ],
-)
-def test_bad_input(arguments: dict[str, object], error: type[Exception], says: str) -> None:
-    model = transformer()
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    with pytest.raises(error, match=says):
-        prune.prune_model(model, **arguments)  # type: ignore[arg-type]
-    assert all(map(torch.equal, model.parameters(), before))
