@@ -28,7 +28,7 @@ from distprune.calibration.walk import Walk
 from distprune.collectives.base import Communicator, as_told
 from distprune.collectives.guarded import guarding
 from distprune.models.linear_layers import LinearLayer
-from distprune.shards.device import are_finite, batches, fetched, own_settings
+from distprune.shards.device import are_finite, batches, fetched, own_settings, row_chunks
 
 EXPERT_MEMORY = 4 << 30  # bytes of the sums of routed layers that an owner has at a time
 _HAS_OUT_DTYPE = "dtype" in torch.ops.aten.mm.overloads()  # type: ignore[no-untyped-call]
@@ -146,10 +146,12 @@ class InputStatistics:
         if adds_in_float32(own):
             total = own.sum(dim=0, dtype=torch.float32).double()
             columns = [total, column_norms(own, 1), column_norms(own, 2).square()]
+            self._add(first, _FEATURES, torch.stack(columns, dim=1))
         else:
-            wide = own.float()
-            columns = [values.sum(dim=0, dtype=torch.float64) for values in (wide, wide.abs(), wide.square())]
-        self._add(first, _FEATURES, torch.stack(columns, dim=1))
+            for (part,) in row_chunks(own):
+                wide = part.to(torch.float64, copy=True)  # in place: a third of the time on a CPU
+                columns = [wide.sum(dim=0), wide.abs_().sum(dim=0), wide.square_().sum(dim=0)]
+                self._add(first, _FEATURES, torch.stack(columns, dim=1))
         if whole is not None:
             self._add(first, _PRODUCTS, product(own, whole))
         if whole is not None and dense is not None:

@@ -218,7 +218,7 @@ class _Fit:
         self.flat = torch.zeros(sum(numels), dtype=torch.float32, device=device)  # gradients of whole parameters
         parts = torch.split(self.flat, numels)
         self._gradients = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-        self._largest: list[torch.Tensor] = []  # gradient of each step
+        self._totals: list[torch.Tensor] = []  # of the gradients of each step: finite if all are
         self._error: Exception | None = None
 
     @contextmanager
@@ -269,7 +269,7 @@ class _Fit:
     def step(self, rate: float) -> None:
         """Move the values along the gradients in ``flat``, which are those of all ranks now. Local."""
         with own_settings():
-            self._largest.append(torch.linalg.vector_norm(self.flat, torch.inf))
+            self._totals.append(self.flat.sum())
             for whole, shard, value, kept in zip(self._gradients, self._shards, self._values, self._kept, strict=True):
                 value.grad = cut(whole, shard.geometry).mul_(kept).to(value.dtype).contiguous()
             self._adam.param_groups[0]["lr"] = rate
@@ -287,8 +287,8 @@ class _Fit:
         """
         if self._error is not None:
             raise self._error
-        for windows, largest in zip(steps, fetched(self._largest), strict=True):
-            if not largest.isfinite():
+        for windows, total in zip(steps, fetched(self._totals), strict=True):
+            if not total.isfinite():
                 raise ValueError(
                     f"block {self._name!r}: a gradient, or what it puts out, is NaN or Inf in calibration samples "
                     f"{named(windows.of_all)}, while it is fitted; refit='none' does without"
