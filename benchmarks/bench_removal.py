@@ -141,7 +141,7 @@ def with_own_words(model: Any, tokenizer: Any, samples: torch.Tensor, texts: Pat
     """Return ``samples`` and what the model writes beside them in a job; kept beside the texts for other runs."""
     path = texts / f"own_words{seed}.pt"
     if not path.exists():
-        num = OWN_WORDS // 3
+        num = OWN_WORDS // 2  # as in a job, these continue the text
         begun = calibration_windows(texts / "calibration.txt", tokenizer, num, 32, seed)
         words = own_words(model, OWN_WORDS, LENGTH, prompts=begun, seed=seed, tokenizer=tokenizer)
         torch.save([words[:num], words[num:]], path.with_suffix(f".{os.getpid()}"))
