@@ -19,7 +19,7 @@ LINES = {
     "jobs": (2062, 1280),
     "kernels": (849, 800),
     "masks": (487, 470),
-    "models": (962, 690),
+    "models": (965, 690),
     "oneshot": (1904, 1440),
     "patterns": (1404, 690),
     "pruning": (1440, 960),
@@ -32,7 +32,7 @@ LINES = {
 
 ABOVE = {  # why a folder stays above its goal: what users see there
     ".": "what a misspelled name or argument may have meant; sparsity by layer of any model or file",
-    "calibration": "windows that ranks share (tensor parallelism), tokens sent to experts, own words on a GPU by one graph",
+    "calibration": "windows that ranks share (tensor parallelism), tokens sent to experts, own words by one CUDA graph",
     "checkpoint": "experts that transformers fuses, revisions of the hub, parts of files, what must not be trusted",
     "cli": "help from docstrings, what a misspelled option may have meant, mpiexec and srun",
     "collectives": "MPI beside process groups",

@@ -80,7 +80,7 @@ def dense_weights(block: nn.Module) -> dict[str, str]:
 
 
 def _sorted_weights(block: nn.Module) -> tuple[dict[str, LinearLayer], dict[str, str]]:
-    (_, by_module), experts = list_parameters(block), find_routers(block)[1]
+    (_, by_module), experts = list_parameters(block), find_routers([*block.modules()])[1]
     reasons = why_no_weights([block], by_module, is_block=True)
     layers: dict[str, LinearLayer] = {}
     dense: dict[str, str] = {}

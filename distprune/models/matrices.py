@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -119,20 +119,23 @@ def without_wrappers(name: str) -> str:
 
 
 def find_routers(
-    root: nn.Module, by_module: ByModule | None = None, *, only_named: bool = False
+    modules: Collection[nn.Module], by_module: ByModule | None = None, *, only_named: bool = False
 ) -> tuple[set[nn.Module], set[nn.Module]]:
-    """Return the modules whose one matrix, or bare parameter, chooses among experts, and what those are made of.
+    """Return which of ``modules`` have one matrix, or bare parameter, that chooses among experts, and what those are
+    made of.
 
     ``by_module``: the parameters of each, if not as they are there. ``only_named``: a list of modules holds experts if
     it is called so.
     """
     if by_module is None:
-        by_module = {module: own_parameters(module) for module in root.modules()}
+        by_module = {module: own_parameters(module) for module in modules}
     routers: set[nn.Module] = set()
     experts: set[nn.Module] = set()
-    for parent in root.modules():
+    for parent in modules:
+        if len(parent._modules) < 2:
+            continue
         siblings = {name: _bare(child) for name, child in parent.named_children()}
-        for name, holder in siblings.items() if len(siblings) > 1 else ():
+        for name, holder in siblings.items():
             if only_named and isinstance(holder, nn.ModuleList) and "expert" not in name:
                 continue
             num_experts = _num_experts(holder, by_module)
@@ -144,32 +147,33 @@ def find_routers(
     return routers, experts
 
 
-def named_routers(root: nn.Module, by_module: ByModule) -> set[nn.Module]:
-    """Return the modules in ``root`` that are called router or gate beside experts, and all inside them. Local."""
+def named_routers(modules: Iterable[nn.Module], by_module: ByModule) -> set[nn.Module]:
+    """Return which of ``modules`` are called router or gate beside experts, and all inside them. Local."""
     routers: set[nn.Module] = set()
-    for parent in root.modules():
-        children = dict(parent.named_children())
-        if any(_holds_experts(name, _bare(child), by_module) for name, child in children.items()):
-            routers.update(part for name in _ROUTERS & children.keys() for part in children[name].modules())
+    for parent in modules:
+        names = _ROUTERS & parent._modules.keys()
+        if names and any(_holds_experts(name, child, by_module) for name, child in parent.named_children()):
+            routers.update(part for name in names for part in parent.get_submodule(name).modules())
     return routers
 
 
 def _holds_experts(name: str, module: nn.Module, by_module: ByModule) -> bool:
     """Return whether ``module`` is called experts, or has one in its name and holds several: no ``expert_encoder``."""
-    return name.endswith("experts") or ("expert" in name and _num_experts(module, by_module) > 1)
+    return name.endswith("experts") or ("expert" in name and _num_experts(_bare(module), by_module) > 1)
 
 
 def _bare(module: nn.Module) -> nn.Module:
     """Return what ``module`` wraps, or itself."""
-    wrapped = next((child for name, child in module.named_children() if name in _WRAPPERS), None)
-    return module if wrapped is None else _bare(wrapped)
+    wrapper = next(iter(_WRAPPERS & module._modules.keys()), None)
+    return module if wrapper is None else _bare(module.get_submodule(wrapper))
 
 
 def _num_experts(module: nn.Module, by_module: ByModule) -> int:
     """Return how many experts ``module`` holds, in 3-D weights or as a list of modules; below 2: it holds none."""
     if isinstance(module, nn.ModuleList):
         return len(module) if all(_matrices_in(entry, by_module) for entry in module) else 0
-    return max((matrix.num_matrices for matrix in matrices_of(module, by_module.get(module, {})).values()), default=0)
+    attributes = by_module.get(module, {})
+    return max((attributes[name].shape[0] for name in expert_weights(module, attributes)), default=0)
 
 
 def _only_matrix(module: nn.Module, by_module: ByModule) -> tuple[nn.Module, int]:

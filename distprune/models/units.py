@@ -220,7 +220,7 @@ def _heads(path: str, module: nn.Module, linears: Sequence[LinearLayer], kind: U
 
 
 def _experts(block: nn.Module) -> Iterator[Units]:
-    routers, routed = find_routers(block)
+    routers, routed = find_routers([*block.modules()])
     for path, module in block.named_modules():
         parent_path = path.rpartition(".")[0]
         refused = _refusal(path, module)

@@ -83,11 +83,11 @@ def why_no_weights(
     """
     reasons: dict[Held, str] = {}
     for root in roots:
-        routers = find_routers(root, by_module, only_named=not is_block)[0]
-        routers |= named_routers(root, by_module)
-        computed = {} if is_named else parametrized(root.modules())
+        modules = {module: path for path, module in root.named_modules()}
+        routers = find_routers(modules, by_module, only_named=not is_block)[0] | named_routers(modules, by_module)
+        computed = {} if is_named else parametrized(modules)
         adapters = set() if is_named else adapter_modules(root)
-        for path, module in root.named_modules():
+        for module, path in modules.items():
             for name, held in by_module.get(module, {}).items():
                 if len(held.shape) < 2:
                     continue
