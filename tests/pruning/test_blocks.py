@@ -82,39 +82,18 @@ def test_stretches_of_the_flattened_weight(on_device: bool) -> None:
         assert torch.equal(torch.cat([of_rank[i] for of_rank in parts]), wanted.reshape(-1)), case
 
 
-def test_several_stretches_on_each_rank() -> None:
-    def on_rank(rank: int, pattern: prune.Pattern) -> torch.Tensor:
-        runs = RUNS[rank::2]
-        local = torch.cat([VALUES["ties"].reshape(-1)[slice(*run)] for run in runs])
-        return pruned(local, Geometry((192,), (runs,)), pattern, True, "magnitude")
-
-    for pattern in PATTERNS[1:]:
-        first, second = run_threads(2, on_rank, pattern)
-        parts = [first[:21], second[:2], first[21:], second[2:]]
-        assert torch.equal(torch.cat(parts), WHOLE["ties", pattern, True, "magnitude"].reshape(-1)), pattern
-
-
-def test_nan_is_counted() -> None:
-    nan = VALUES["ties"].where(torch.arange(192).view(SHAPE) % 90 > 0, torch.nan)
-    with pytest.raises(ValueError, match=r"'w' \(3\)"):
-        pruned(nan, Geometry.whole(SHAPE), prune.Block(2, 0.4), True, "magnitude", group=Alone())
-
-
 def test_copies_do_not_add_up() -> None:
     """Of columns that cut blocks: each half is held twice."""
-
-    def on_rank(_: int) -> torch.Tensor:
-        mesh = init_device_mesh("cpu", (2, 2))
-        module = nn.Module()
-        weight = distribute_tensor(values, mesh, [Replicate(), Shard(1)], src_data_rank=None)
-        module.register_parameter("weight", nn.Parameter(weight))
-        prune.prune_model(module, pattern=prune.Block(4, 1), include="*")
-        return whole(module.get_parameter("weight"))
-
     values = torch.ones(4, 12)
     values[:, 4:8] = 0.7  # the block that both halves hold a part of: twice that would be the most
-    for pruned_values in run_threads(4, on_rank):
-        assert pruned_values[:, 4:8].eq(0).all()
+
+    def on_rank(_: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        weights = nn.ParameterList([distribute_tensor(values, mesh, [Replicate(), Shard(1)], src_data_rank=None)])
+        prune.prune_model(weights, pattern=prune.Block(4, 1), include="*")
+        assert whole(weights[0])[:, 4:8].eq(0).all()
+
+    run_threads(4, on_rank)
 
 
 @pytest.mark.parametrize("run", [(0, 4096), (32, 4000), (0, 2080)])

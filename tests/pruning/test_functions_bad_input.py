@@ -90,6 +90,7 @@ OURS: list[Mistake] = [  # what PyTorch allows, or raises otherwise
     (lambda p, m: p.l1_pattern(m, "weight", "2:3"), ValueError, "2:3 does not fit 'weight': its 4 inputs"),
     (lambda p, m: p.l1_pattern(m, "bias", "2:4"), ValueError, "'bias' of shape .* is no matrix"),
     (lambda p, m: p.l1_pattern(m, "weight", 0.5), TypeError, "pattern must be .*0.5"),
+    (lambda p, m: p.global_unstructured([(m, "weight")], p.L1Pattern, pattern="2:4"), ValueError, "go with NByM"),
     (lambda p, m: p.random_pattern(m, "weight", p.Block(2, 0.5), seed="x"), TypeError, "seed must be an int"),
 ]
 

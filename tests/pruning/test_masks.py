@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,14 +21,11 @@ import distprune as prune
 from distprune.checkpoint import stored_slices
 from distprune.collectives.communicator import Alone
 from tests.decoder import BLOCK_WEIGHTS, Decoder, decoder
-from tests.worlds import ProcessPool, run_threads
+from tests.worlds import ProcessPool, all_raise, run_threads
+from tests.wrapped import whole
 
 FILE = "masks.safetensors"
 TOKENS = torch.arange(6).view(1, 6)
-
-
-def plain() -> Decoder:
-    return decoder()
 
 
 def fsdp2() -> Decoder:
@@ -45,16 +43,12 @@ def tensor_parallel() -> Decoder:
     return model
 
 
-LAYOUTS = (plain, fsdp2, tensor_parallel)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+LAYOUTS = (decoder, fsdp2, tensor_parallel)
 
 
 def weight(model: nn.Module, name: str) -> torch.Tensor:
     module, _, attribute = name.rpartition(".")
-    return whole(getattr(model.get_submodule(module), attribute)).detach()
+    return whole(getattr(model.get_submodule(module), attribute))
 
 
 OVERLAP = prune.compute_masks(decoder(), 0.5, include="*").overlap(prune.compute_masks(decoder(), 0.25, include="*"))
@@ -268,12 +262,8 @@ def test_saved_and_loaded_at_another_world_size(pool: ProcessPool, tmp_path: Pat
             assert all(torch.equal(loaded[name], ALONE[name]) for name in ALONE)
 
 
-def with_other_name(path: Path) -> None:
-    save_file({"other": torch.ones(2, 2, dtype=torch.bool)}, path)
-
-
-def with_other_shape(path: Path) -> None:
-    save_file({BLOCK_WEIGHTS[0]: torch.ones(2, 2, dtype=torch.bool)}, path)
+def with_other(name: str, path: Path) -> None:
+    save_file({name: torch.ones(2, 2, dtype=torch.bool)}, path)
 
 
 @pytest.mark.parametrize(
@@ -281,8 +271,8 @@ def with_other_shape(path: Path) -> None:
     [
         (Path.unlink, FileNotFoundError, "there is no file of masks"),
         (lambda path: path.write_bytes(b"\x80\x04K\x01."), ValueError, "corrupt or truncated"),  # a pickle
-        (with_other_name, ValueError, "'other' matches no parameter"),
-        (with_other_shape, ValueError, f"holds torch.bool \\(2, 2\\) under '{BLOCK_WEIGHTS[0]}'"),
+        (partial(with_other, "other"), ValueError, "'other' matches no parameter"),
+        (partial(with_other, BLOCK_WEIGHTS[0]), ValueError, rf"holds torch.bool \(2, 2\) under '{BLOCK_WEIGHTS[0]}'"),
     ],
 )
 def test_files_that_are_not_masks(
@@ -295,11 +285,7 @@ def test_files_that_are_not_masks(
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
     spoil(tmp_path / FILE)
 
-    def on_rank(_: int) -> None:
-        with pytest.raises(error, match=message):
-            prune.Masks.load(tmp_path / FILE, fsdp2())
-
-    run_threads(2, on_rank)
+    all_raise(2, lambda _: prune.Masks.load(tmp_path / FILE, fsdp2()), kind=error, match=message)
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,36 +127,6 @@ def test_chunks_that_end_within_units(monkeypatch: pytest.MonkeyPatch, name: str
         run_threads(3, turned_on_rank, None)
 
 
-def test_pruning_again_keeps_n_of_m_in_all() -> None:
-    torch.manual_seed(0)
-    layer = nn.Linear(16, 8)
-    prune.l1_pattern(layer, "weight", NByM(3, 4))
-    first = layer.get_buffer("weight_mask").clone()
-    prune.random_pattern(layer, "weight", NByM(2, 4), seed=1)
-    mask = layer.get_buffer("weight_mask")
-    assert bool((mask <= first).all())
-    assert bool((mask.view(-1, 4).sum(1) == 2).all())
-    prune.l1_pattern(layer, "weight", PerRow(0.25))  # of the 8 left in a row
-    assert layer.get_buffer("weight_mask").sum(1).tolist() == [6] * 8
-    assert isinstance(next(iter(layer._forward_pre_hooks.values())), prune.PruningContainer)
-
-
-def test_blocks_of_all_parameters_compete_globally() -> None:
-    large, small = nn.Linear(8, 8), nn.Linear(8, 8)
-    with torch.no_grad():
-        small.weight.mul_(1e-3)
-    prune.global_unstructured([(large, "weight"), (small, "weight")], prune.L1Pattern, pattern=Block(4, 0.5))
-    assert [int(layer.get_buffer("weight_mask").sum()) for layer in (large, small)] == [64, 0]
-    with pytest.raises(ValueError, match="scope='global' does not go with NByM"):
-        prune.global_unstructured([(large, "weight")], prune.L1Pattern, pattern=NByM(2, 4))
-
-
-def test_large_channels_of_different_sizes_compete() -> None:
-    model = nn.ParameterList([torch.ones(4, 600), torch.full((4, 1200), 0.6)])
-    prune.prune_model(model, pattern=Channels(0.5, 0, "global"), include="*")
-    assert [int(parameter.count_nonzero()) for parameter in model] == [0, 4800]
-
-
 class Turned(nn.Module):
     """Every kind of weight that is not (out, in), all held as matrices of 8 inputs or 24."""
 
@@ -178,16 +148,11 @@ def as_matrix(name: str, weight: torch.Tensor) -> torch.Tensor:
 
 
 def turned_oracle(pattern: Pattern) -> dict[str, torch.Tensor]:
-    weights = {name: p.detach() for name, p in Turned().named_parameters() if p.ndim > 1}
-    matrices = [as_matrix(name, weight) for name, weight in weights.items()]
-    left = [torch.ones_like(matrix, dtype=torch.bool) for matrix in matrices]
-    keep = keep_in_pattern(pattern, list(weights), matrices, left, zeros="first")
-    return {
-        name: as_matrix(
-            name, weight.masked_fill(~(of.t() if name.startswith("turned") else of.reshape(weight.shape)), 0)
-        )
-        for (name, weight), of in zip(weights.items(), keep, strict=True)
-    }
+    """Return the matrices as the pattern leaves them."""
+    matrices = {name: as_matrix(name, p.detach()) for name, p in Turned().named_parameters() if p.ndim > 1}
+    left = [torch.ones_like(matrix, dtype=torch.bool) for matrix in matrices.values()]
+    keep = keep_in_pattern(pattern, list(matrices), list(matrices.values()), left, zeros="first")
+    return {n: matrix.masked_fill(~of, 0) for (n, matrix), of in zip(matrices.items(), keep, strict=True)}
 
 
 TURNED_PATTERNS: tuple[Pattern, ...] = (NByM(2, 4), PerRow(0.3), Block(2, 0.4))
@@ -217,29 +182,19 @@ def test_weights_kept_otherwise(dim: int | None) -> None:
 def fsdp1_on_rank(_: int, use_orig_params: bool) -> None:
     from distprune.shards.layouts import find_flat_parts
 
-    for pattern in (NByM(2, 4), PerRow(0.3), Block(2, 0.4)):
+    # Blocks compete by themselves: the experts are not there.
+    for pattern in (*TURNED_PATTERNS[:2], Block(2, 0.4, "tensor")):
         model, expected = nn.ModuleDict({"only": Turned()}), turned_oracle(pattern)
         del model["only"].experts  # a flat parameter does not say that it holds experts
         names = {id(module): name for name, module in model["only"].named_modules()}
         sharded = FullyShardedDataParallel(model, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
-        by_itself = dataclasses.replace(pattern, scope="tensor") if isinstance(pattern, Block) else pattern
-        prune.prune_model(sharded, pattern=by_itself, include="*weight")
-        if isinstance(pattern, Block):
-            expected = by_tensor(dataclasses.replace(pattern, scope="tensor"))
+        prune.prune_model(sharded, pattern=pattern, include="*weight")
         for key, of_module in find_flat_parts(sharded).items():
             if (part := of_module.get("weight")) is not None:
                 name = f"{names[key]}.weight"
                 wanted = expected[name].t() if name.startswith("turned") else expected[name]
                 here = part.geometry.flat_indices(0, part.local.numel())
                 assert torch.equal(part.local, wanted.reshape(-1)[here]), (pattern, name)
-
-
-def by_tensor(pattern: Pattern) -> dict[str, torch.Tensor]:
-    weights = {name: p.detach() for name, p in Turned().named_parameters() if p.ndim > 1}
-    matrices = {name: as_matrix(name, weight) for name, weight in weights.items()}
-    left = [torch.ones_like(matrix, dtype=torch.bool) for matrix in matrices.values()]
-    keep = keep_in_pattern(pattern, list(matrices), list(matrices.values()), left, zeros="first")
-    return {n: matrix.masked_fill(~of, 0) for (n, matrix), of in zip(matrices.items(), keep, strict=True)}
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])

@@ -12,23 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.pruning.test_torch_parity import (
-    STEPS,
-    assert_all_bits,
-    assert_bits,
-    assert_same,
-    distinct,
-    made,
-    ours,
-    theirs,
-)
-from tests.pruning.test_torch_state import (
-    BOTH,
-    X,
-    lstm,
-    nested,
-    train,
-)
+from tests.pruning.test_torch_parity import STEPS, assert_bits, assert_same, check, distinct, made, ours, theirs
+from tests.pruning.test_torch_state import BOTH, X, lstm, nested, train
 
 
 def smallest_half(_: Any, t: torch.Tensor, default_mask: torch.Tensor) -> torch.Tensor:
@@ -71,33 +56,22 @@ def test_users_methods_equal_pytorch(kind: str, before: str | None, base: Any) -
             p.prune_each([(module, "weight")], user_method(theirs, kind), by_pair)
 
     for scores in (None, distinct((6, 7), seed=4)):
+        act = functools.partial(prune, scores=scores)
         for after in ("l1", "rows", "mask", "global"):
-            mine, expected = made("linear"), made("linear")
-            for p, module in zip(BOTH, (mine, expected), strict=True):
-                if before:
-                    STEPS[before](p, module)
-                prune(p, module, scores)
-            assert_same(mine, expected)
-            for p, module in zip(BOTH, (mine, expected), strict=True):
-                STEPS[after](p, module)
-                prune(p, module, scores)
-            assert_same(mine, expected)
+            check(made("linear"), *([STEPS[before]] if before else []), act, STEPS[after], act)
 
 
 @pytest.mark.parametrize("base", BOTH, ids=["distprune", "torch"])
 @pytest.mark.parametrize("before", [None, "l1", "mask", "global"])
 def test_users_methods_over_all_parameters_equal_pytorch(before: str | None, base: Any) -> None:
-    mine, expected = made("linear"), made("linear")
-    for p, module in zip(BOTH, (mine, expected), strict=True):
-        if before:
-            STEPS[before](p, module)
+    def prune(p: Any, module: Any) -> None:
+        method = user_method(base if p is ours else theirs, "unstructured")
         names = ("weight",) if before == "l1" else ("weight", "bias")
-        for _ in range(2):
-            method = user_method(base if p is ours else theirs, "unstructured")
-            p.global_unstructured([(module, name) for name in names], method)
+        p.global_unstructured([(module, name) for name in names], method)
         with pytest.raises(TypeError, match="unstructured"):
             p.global_unstructured([(module, "weight")], user_method(base if p is ours else theirs, "global"))
-    assert_same(mine, expected)
+
+    check(made("linear"), *([STEPS[before]] if before else []), prune, prune)
 
 
 def test_a_users_method_with_a_product_of_its_own() -> None:
@@ -105,20 +79,18 @@ def test_a_users_method_with_a_product_of_its_own() -> None:
         product: torch.Tensor = module.weight_mask * getattr(module, self._tensor_name + "_orig")
         return 2 * product
 
-    mine, expected = made("linear"), made("linear")
-    for p, module in zip(BOTH, (mine, expected), strict=True):
+    def prune(p: Any, module: Any) -> None:
         user_method(p, "unstructured", apply_mask=doubled).apply(module, "weight")
-    assert_same(mine, expected)
-    for p, module in zip(BOTH, (mine, expected), strict=True):
-        p.remove(module, "weight")
-    assert_all_bits(mine.state_dict(), expected.state_dict())
+
+    check(made("linear"), prune, lambda p, module: p.remove(module, "weight"))
 
 
 @pytest.mark.parametrize("steps", [("l1",), ("rows", "l1"), ("global", "columns")], ids="-".join)
 def test_either_library_goes_on_with_what_the_other_pruned(steps: tuple[str, ...]) -> None:
-    ours_then, theirs_then, expected, removed = (made("linear") for _ in range(4))
+    ours_then, mixed, theirs_then, expected, removed = (made("linear") for _ in range(5))
     for step in steps:
         STEPS[step](ours, ours_then)
+        STEPS[step](ours, mixed)
         for module in (theirs_then, expected, removed):
             STEPS[step](theirs, module)
     for hook in ours_then._forward_pre_hooks.values():
@@ -132,9 +104,11 @@ def test_either_library_goes_on_with_what_the_other_pruned(steps: tuple[str, ...
     assert ("weight_orig" in removed.state_dict(), type(removed)) == (False, nn.Linear)
     STEPS["l1"](theirs, expected)
     STEPS["l1"](ours, theirs_then)
-    assert_same(theirs_then, expected)
+    STEPS["l1"](theirs, mixed)
     STEPS["l1"](ours, ours_then)
-    for module in (ours_then, theirs_then, expected):
+    for module in (theirs_then, mixed):
+        assert_same(module, expected)
+    for module in (ours_then, theirs_then, mixed, expected):
         parameters = set(module.parameters())
         for hook in list(module._forward_pre_hooks.values()):
             theirs.remove(module, hook._tensor_name)
@@ -142,29 +116,8 @@ def test_either_library_goes_on_with_what_the_other_pruned(steps: tuple[str, ...
         assert type(module) is nn.Linear
         assert not module._forward_hooks
         assert not {"weight", "bias"} & set(vars(module))
-    assert_same(ours_then, expected)
-    assert_same(theirs_then, expected)
-
-
-@pytest.mark.parametrize("before", [("l1",), ("l1", "rows")], ids="-".join)
-def test_pytorch_prunes_on_what_ours_pruned(before: tuple[str, ...]) -> None:
-    module, expected = made("linear"), made("linear")
-    weight = module.weight
-    for step in before:
-        STEPS[step](ours, module)
-        STEPS[step](theirs, expected)
-    for each in (module, expected):
-        STEPS["l1 int"](theirs, each)
-    assert_same(module, expected)
-    for each in (module, expected):
-        train(each, torch.ones(2, 7))
-        each(torch.ones(2, 7))  # PyTorch's product is stale until then
-    assert_same(module, expected)
-    for each in (module, expected):
-        theirs.remove(each, "weight")
-    assert module.weight is weight
-    assert type(module) is nn.Linear
-    assert_same(module, expected)
+    for module in (ours_then, theirs_then, mixed):
+        assert_same(module, expected)
 
 
 def test_attention_whose_output_weight_is_read_from_outside() -> None:
