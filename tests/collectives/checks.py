@@ -78,21 +78,12 @@ def _check_objects(comm: Communicator) -> None:
 
 
 def _check_counts(comm: Communicator) -> None:
-    before = comm.traffic.copy()
-    comm.sum(torch.zeros(10, dtype=torch.int64))
-    used = comm.traffic - before
-    assert (used.num_rounds, used.num_bytes) == (1, 80)
-    before = comm.traffic.copy()
-    comm.gather("abc")
-    used = comm.traffic - before
-    assert (used.num_rounds, used.num_bytes) == (2, 8 + 5 * comm.size)
+    assert _counted(comm, lambda: comm.sum(torch.zeros(10, dtype=torch.int64)))[1] == (1, 80)
+    assert _counted(comm, lambda: comm.gather("abc"))[1] == (2, 8 + 5 * comm.size)
 
 
 def _check_agreement(comm: Communicator) -> None:
-    before = comm.traffic.copy()
-    agree(comm, {"amount": 0.5, "names": ["a"] * 1000})
-    used = comm.traffic - before
-    assert (used.num_rounds, used.num_bytes) == (1, 64)
+    assert _counted(comm, lambda: agree(comm, {"amount": 0.5, "names": ["a"] * 1000}))[1] == (1, 64)
     if comm.size > 1:
         with pytest.raises(ValueError, match="different arguments") as caught:
             agree(comm, {"amount": 0.5 if comm.rank else 0.25, "method": "magnitude"})
@@ -102,10 +93,9 @@ def _check_agreement(comm: Communicator) -> None:
     assert same_everywhere(comm, comm.rank)[0] == (comm.size == 1)
     halves = [*range(-(-comm.size // 2))]
     for value, wanted in (("alike", ["alike"]), (comm.rank // 2, halves)):
-        before = comm.traffic.copy()
-        told = told_by_all(comm, partial(str, value))
+        told, (num_rounds, _) = _counted(comm, partial(told_by_all, comm, partial(str, value)))
         assert [text for _, text in told] == [*map(str, wanted)]
-        assert (comm.traffic - before).num_rounds == (1 if len(wanted) == 1 else 3)
+        assert num_rounds == (1 if len(wanted) == 1 else 3)
 
 
 def _check_together(comm: Communicator) -> None:

@@ -22,20 +22,10 @@ def spills(*names: str) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        (
-            "count False magnitude bf16",
-            "write_lowest magnitude bf16",
-            "rows False 1024 magnitude bf16",
-            "narrow",
-            "sweep",
-        ),
-        pytest.param((), marks=pytest.mark.whole),
-    ],
-    ids=["some", "all"],
-)
+FEW = ("count False magnitude bf16", "write_lowest magnitude bf16", "rows False 1024 magnitude bf16", "narrow", "sweep")
+
+
+@pytest.mark.parametrize("names", [FEW, pytest.param((), marks=pytest.mark.whole)], ids=["some", "all"])
 def test_nothing_spills(names: tuple[str, ...]) -> None:
     spilled = spills(*names)
     assert len(spilled) >= (len(names) or 60)

@@ -133,18 +133,6 @@ def test_zeros_that_move(by: Any, pattern: str) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("score", ["magnitude", "random"])
-@pytest.mark.parametrize("how", [{"sparsity": 0.5}, {"pattern": "2:4"}, {"sparsity": 0.5, "pattern": "row"}], ids=str)
-def test_nothing_changes_if_a_weight_is_nan(how: dict[str, Any], score: str) -> None:
-    module = model(torch.float32, "normal")
-    next(module.parameters()).data[0, :2] = torch.nan
-    before = zeros(module)
-    with pytest.raises(ValueError, match=r"NaN in '0\.weight' \(2\)"):
-        prune.prune_model(module, score=score, include="*", **how)
-    assert all(torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0)) for a, b in zip(before, zeros(module), strict=True))
-
-
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("how", [{"sparsity": 0.5}, {"pattern": "2:4"}, {"sparsity": 0.5, "pattern": "row"}], ids=str)
 def test_zeros_in_place_take_no_memory(how: dict[str, Any]) -> None:
     """Only the host keeps the numbers of rows; there is no mask."""

@@ -79,8 +79,5 @@ def test_towers_of_transformers() -> None:
         found = find_shards(t5)
     assert found.shards
     assert all(shard.name.startswith("decoder.block.") for shard in found.shards)
-    with (
-        pytest.warns(UserWarning, match="'encoder.block' are left"),
-        pytest.raises(ValueError, match="input_ids"),
-    ):
+    with pytest.warns(UserWarning, match="'encoder.block' are left"), pytest.raises(ValueError, match="input_ids"):
         prune_blocks(t5, samples(1), method="wanda", pattern=NByM(2, 4))

@@ -80,33 +80,21 @@ def holding(**shapes: tuple[int, ...]) -> nn.Module:
     return module
 
 
-NO_WEIGHTS: list[tuple[str, nn.Module, dict[str, str]]] = [
-    (
-        "scales of quantized weights",
-        holding(
-            weight_scale_inv=(2, 2), weight_scale=(4, 1), weight_zero_point=(2, 2), gate_up_proj_scale_inv=(2, 2, 2)
-        ),
-        dict.fromkeys(("weight_scale_inv", "weight_scale", "weight_zero_point", "gate_up_proj_scale_inv"), "a scale"),
-    ),
-    (
-        "vectors of more dims",
-        holding(gain=(1, 4, 1, 1), gamma=(1, 1, 4), alpha_weight=(1, 4, 1), one=(1, 1)),
-        dict.fromkeys(("gain", "gamma", "alpha_weight", "one"), "a vector"),
-    ),
-    (
-        "tables of positions by an axis",
-        holding(rel_pos_h=(3, 2), rel_pos_w=(3, 2), pos_v=(3, 2)),
-        dict.fromkeys(("rel_pos_h", "rel_pos_w", "pos_v"), "an embedding"),
-    ),
-]
+SCALES = {"weight_scale": (4, 1), "weight_scale_inv": (2, 2), "weight_zero_point": (2, 2), "proj_scale_inv": (2, 2, 2)}
 
 
-@pytest.mark.parametrize(("module", "left_out"), [row[1:] for row in NO_WEIGHTS], ids=[row[0] for row in NO_WEIGHTS])
-def test_what_is_no_weight_is_left_out_by_default(module: nn.Module, left_out: dict[str, str]) -> None:
-    module.register_parameter("weight", nn.Parameter(torch.ones(4, 4)))
-    found = find_shards(module)
+@pytest.mark.parametrize(
+    ("shapes", "why"),
+    [
+        (SCALES, "a scale"),  # of quantized weights
+        ({"gain": (1, 4, 1, 1), "gamma": (1, 1, 4), "alpha_weight": (1, 4, 1), "one": (1, 1)}, "a vector"),
+        ({"rel_pos_h": (3, 2), "rel_pos_w": (3, 2), "pos_v": (3, 2)}, "an embedding"),  # tables of positions by an axis
+    ],
+)
+def test_what_is_no_weight_is_left_out_by_default(shapes: dict[str, tuple[int, ...]], why: str) -> None:
+    found = find_shards(holding(**shapes, weight=(4, 4)))
     assert [shard.name for shard in found.shards] == ["weight"]
-    assert found.left_out == left_out
+    assert found.left_out == dict.fromkeys(shapes, why)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import torch
 
 from distprune.scores.base import LocalScores
 from distprune.scores.random import Random
-from distprune.selection.order import Order
 from distprune.shards.geometry import Geometry
 from distprune.shards.layouts import local_shard
 from distprune.shards.local_shard import LocalShard, Ownership
@@ -69,24 +68,3 @@ def test_uniform(seed: int) -> None:
         assert 255 - 5 * 22.6 < chi_squared < 255 + 5 * 22.6
     correlation = np.corrcoef(values[:-1], values[1:])[0, 1]
     assert abs(correlation) < 5 / 512
-
-
-def test_parameters_of_more_than_2_to_the_32_elements() -> None:
-    """Elements 2**32 apart differ; only a few of them are made."""
-    shape = (3, 1 << 32)
-    columns = ((5, 105),)
-    shards = [
-        LocalShard("w", torch.ones(1, 100), Geometry(shape, (((row, row + 1),), columns)), Ownership())
-        for row in range(3)
-    ]
-    rows = [hashed(shard, 0, 0, 100) for shard in shards]
-    assert not (rows[0] == rows[1]).any()
-    assert not (rows[1] == rows[2]).any()
-
-
-def test_what_is_gone_comes_first() -> None:
-    weight = torch.tensor([1.0, 0.0, -0.0, 2.0])
-    order = Order("value", torch.int32)
-    keys = LocalScores(local_shard("w", weight), Random(0), {}, weight).keys_at(order, slice(0, 4))
-    assert (keys == order.gone).tolist() == [False, True, True, False]
-    assert (LocalScores(local_shard("w", weight), Random(0)).keys_at(order, slice(0, 4)) >= 0).all()

@@ -12,19 +12,11 @@ from torch import nn
 
 import distprune as prune
 from distprune.collectives.communicator import Alone
-from distprune.masks.in_place import bring_back, make_zeros_positive, set_aside, write_signed_zeros, zero_where_pruned
-from distprune.scores.as_score import Magnitude
-from distprune.scores.base import LocalScores
+from distprune.masks.in_place import bring_back, make_zeros_positive, set_aside, write_signed_zeros
 from distprune.selection.highest import keep_highest_per_group, keep_highest_per_row
 from distprune.shards import device
-from distprune.shards.checksum import checksum
-from distprune.shards.geometry import Geometry
-from distprune.shards.local_shard import LocalShard, Ownership
 from tests.device_path import Waits, as_on_a_device, counted_memory, counted_waits
-from tests.layouts import LAYOUTS, Layout
-from tests.pruning.test_patterns import check_rank, made
 from tests.selection.test_radix import Selected, select
-from tests.worlds import run_threads
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -96,18 +88,6 @@ def test_groups_and_rows_equal_the_hosts(dtype: torch.dtype, kernels_on: tuple[s
     nan[[2, 59]] = torch.nan
     with as_on_a_device(), pytest.raises(ValueError, match="192 scores are NaN"):
         keep_highest_per_group(nan, 2, 4)
-
-
-CHOSEN = [layout for layout in LAYOUTS if layout.name in ("plain", "shard1", "strided")]
-
-
-@pytest.mark.parametrize(
-    ("layout", "world_size"), [pytest.param(each, each.world_sizes[1], id=each.name) for each in CHOSEN]
-)
-@pytest.mark.sampled(1)
-def test_patterns_equal_the_plain_answer(layout: Layout, world_size: int) -> None:
-    with as_on_a_device(16):
-        run_threads(world_size, check_rank, layout, world_size, made())
 
 
 Call = Callable[[nn.Module, Alone], object]
@@ -247,18 +227,6 @@ def test_what_waits_is_seen() -> None:
         assert waits.calls, wait.__code__.co_names
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.int8, torch.complex64], ids=str)
-def test_zeros_are_written(dtype: torch.dtype) -> None:
-    for shape in ((2000,), (50, 40)):
-        values = torch.randn(2000).mul(9).to(dtype).view(shape)
-        mask = (torch.arange(2000) % 3 == 0).view(shape)
-        wanted = values.masked_fill(~mask, 0)
-        for tensor in (values.clone(), values.t().clone().t()):
-            with as_on_a_device():
-                zero_where_pruned(tensor, mask)
-            assert torch.equal(tensor, wanted)
-
-
 def test_what_is_set_aside_and_signed_is_the_hosts() -> None:
     def changed() -> list[torch.Tensor]:
         values = values_of("ties", 2000, torch.float32).view(50, 40)  # with zeros of both signs
@@ -279,24 +247,6 @@ def test_what_is_set_aside_and_signed_is_the_hosts() -> None:
         there = changed()
     assert not waits.calls
     assert all(map(torch.equal, here, there))
-
-
-def test_checksums_are_the_hosts() -> None:
-    tensors = [torch.randn(900), torch.arange(2000).bool()]
-    here = checksum(tensors)
-    with as_on_a_device(), counted_waits() as waits:
-        there = checksum(tensors)
-    assert not waits.calls
-    assert torch.equal(here, there)
-
-
-def test_no_wait_for_the_scores_of_a_chunk() -> None:
-    values = torch.randn(2000)
-    scores = LocalScores(LocalShard("w", values, Geometry.whole((2000,)), Ownership()), Magnitude(), {}, values)
-    with as_on_a_device(), counted_waits() as waits:
-        for at in (slice(0, 512), slice(512, 2000)):
-            scores.values(at), scores.is_gone(at)
-    assert not waits.calls
 
 
 def test_masks_of_several_parameters_are_compared_in_one_wait_a_round() -> None:

@@ -24,15 +24,6 @@ def test_one_split_is_torch_chunk(size: int, num_chunks: int) -> None:
         assert indices(runs_of_splits(size, [Split(num_chunks, index)])) == wanted
 
 
-@pytest.mark.parametrize("size", [1, 4, 7, 9, 16])
-def test_two_splits_go_from_the_outer_to_the_inner(size: int) -> None:
-    for outer, inner in itertools.product(range(2), range(3)):
-        pieces = torch.arange(size).chunk(2)
-        pieces = (pieces[outer] if outer < len(pieces) else torch.arange(0)).chunk(3)
-        wanted = pieces[inner].tolist() if inner < len(pieces) else []
-        assert indices(runs_of_splits(size, [Split(2, outer), Split(3, inner)])) == wanted
-
-
 @pytest.mark.parametrize("size", [1, 4, 5, 7, 9, 16])
 @pytest.mark.parametrize(("outer_size", "inner_size"), [(2, 2), (2, 4), (4, 2), (3, 2)])
 def test_a_strided_split_is_applied_after_the_inner_one(size: int, outer_size: int, inner_size: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial
 
 from distprune.shards.layouts import local_shard
 from distprune.shards.local_shard import LocalShard
@@ -17,17 +17,6 @@ def test_plain_tensors_leave_the_owner_open() -> None:
     assert shard.ownership is None
     settled = shard.owned_by(2, 1, 3)
     assert (settled.owned, settled.num_replicas) == (False, 3)
-
-
-def test_a_rank_outside_the_mesh_holds_nothing() -> None:
-    def check(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-        first = mesh["dp"] if rank < 2 else None
-        if first is not None:
-            tensor = DTensor.from_local(torch.ones(2, 3), first, [Shard(0)], run_check=False)
-            assert local_shard("w", tensor).geometry.local_shape == (2, 3)
-
-    run_threads(4, check)
 
 
 def test_partial_sums_are_refused() -> None:
@@ -49,11 +38,3 @@ def test_a_local_tensor_of_another_shape() -> None:
     good = local_shard("w", torch.zeros(2, 3))
     with pytest.raises(ValueError, match=r"shape \(3, 2\)"):
         LocalShard("w", torch.zeros(3, 2), good.geometry)
-
-
-def test_replicas_are_owned_by_the_lowest_rank_of_the_mesh() -> None:
-    def owned(_: int) -> bool | None:
-        mesh = init_device_mesh("cpu", (3,))
-        return local_shard("w", DTensor.from_local(torch.ones(2), mesh, [Replicate()], run_check=False)).owned
-
-    assert run_threads(3, owned) == [True, False, False]
