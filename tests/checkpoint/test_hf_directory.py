@@ -17,20 +17,6 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NORM = "model.norm.weight"  # a tensor
 
 
-def test_describes_single_file(tmp_path: Path) -> None:
-    directory = open_directory(make_model(tmp_path))
-    (file,) = directory.weight_files
-    assert file.path.stat().st_size == file.tensors[-1].stop
-    assert {path.name for path in directory.small_files} == {"config.json", "generation_config.json"}
-
-
-def test_describes_several_files(tmp_path: Path) -> None:
-    directory = open_directory(make_model(tmp_path, max_shard_size="10KB"))
-    assert len(directory.weight_files) > 1
-    index = json.loads((tmp_path / INDEX).read_text())
-    assert {name: file.path.name for name, (file, _) in directory.tensors.items()} == index["weight_map"]
-
-
 def test_fingerprint_tells_models_apart(tmp_path: Path) -> None:
     one = open_directory(make_model(tmp_path / "a")).fingerprint()
     assert open_directory(make_model(tmp_path / "b")).fingerprint() == one

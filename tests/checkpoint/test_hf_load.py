@@ -24,19 +24,22 @@ from tests.hf_models import ARCHITECTURES, make_model, make_tokenizer
 from tests.worlds import all_raise, run_threads
 
 
-def reference_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        return torch.as_tensor(AutoModelForCausalLM.from_pretrained(folder)(tokens).logits)
+        return torch.as_tensor(model(torch.arange(3, 27).view(2, 12)).logits)
 
 
-def logits_of_rank(_: int, folder: Path, tokens: torch.Tensor, mesh_shape: tuple[int, ...]) -> tuple[Any, ...]:
+def reference_logits(folder: Path) -> torch.Tensor:
+    return logits(AutoModelForCausalLM.from_pretrained(folder))
+
+
+def logits_of_rank(_: int, folder: Path, mesh_shape: tuple[int, ...]) -> tuple[Any, ...]:
     names = ("replicate", "shard")[-len(mesh_shape) :]
     model = load_model(folder, mesh=init_device_mesh("cpu", mesh_shape, mesh_dim_names=names) if mesh_shape else None)
-    with torch.no_grad():
-        logits = model(tokens).logits
+    found = logits(model)
     # By default torch would leave some whole after a forward.
     whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
-    return logits, whole, model.training
+    return found, whole, model.training
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -45,14 +48,12 @@ def logits_of_rank(_: int, folder: Path, tokens: torch.Tensor, mesh_shape: tuple
 @pytest.mark.sampled(9)
 def test_logits_equal_transformers(tmp_path: Path, architecture: str, mesh_shape: tuple[int, ...], tied: bool) -> None:
     folder = make_model(tmp_path, architecture, tied=tied)
-    tokens = torch.arange(3, 27).view(2, 12)
-    wanted = reference_logits(folder, tokens)
-    ranks = run_threads(torch.Size(mesh_shape).numel(), logits_of_rank, folder, tokens, mesh_shape)
-    for logits, whole, training in ranks:
+    wanted = reference_logits(folder)
+    for found, whole, training in run_threads(torch.Size(mesh_shape).numel(), logits_of_rank, folder, mesh_shape):
         if mesh_shape:
-            torch.testing.assert_close(logits, wanted)
+            torch.testing.assert_close(found, wanted)
         else:
-            assert torch.equal(logits, wanted)
+            assert torch.equal(found, wanted)
         assert not training
         assert mesh_shape == () or whole == []
 
@@ -69,8 +70,6 @@ def test_dtype_is_that_of_the_checkpoint_unless_given(tmp_path: Path, stored: to
 
 @pytest.mark.parametrize("architecture", ["llama", "mixtral"])
 def test_ranks_read_only_their_rows(tmp_path: Path, architecture: str) -> None:
-    from transformers import AutoModelForCausalLM
-
     folder = make_model(tmp_path, architecture)
     whole = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
 
@@ -178,17 +177,17 @@ def test_tied_weights_that_are_stored_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"), [("dtype", "ranks were called with different arguments: dtype"), ("mesh", "not of 3")]
+    ("arguments", "message"),
+    [
+        (lambda rank: {"dtype": (torch.float32, None)[rank]}, "ranks were called with different arguments: dtype"),
+        (lambda _: {"mesh": init_device_mesh("cpu", (1, 1, 2))}, "not of 3"),
+    ],
 )
-def test_arguments_that_do_not_go_together(tmp_path: Path, given: str, message: str) -> None:
+def test_arguments_that_do_not_go_together(
+    tmp_path: Path, arguments: Callable[[int], dict[str, Any]], message: str
+) -> None:
     folder = make_model(tmp_path)
-
-    def load(rank: int) -> None:
-        dtypes = (torch.float32, None)
-        mesh = init_device_mesh("cpu", (1, 1, 2)) if given == "mesh" else None
-        load_model(folder, mesh=mesh, dtype=dtypes[rank] if given == "dtype" else None)
-
-    all_raise(2, load, kind=ValueError, match=message)
+    all_raise(2, lambda rank: load_model(folder, **arguments(rank)), kind=ValueError, match=message)
 
 
 def python_on_rank(rank: int, folder: Path) -> torch.Tensor:

@@ -81,13 +81,6 @@ def test_nothing_changes_when_the_body_fails(
     assert content(tmp_path) == OLD
 
 
-def test_not_writable() -> None:
-    """/proc takes no directories, not even from root."""
-    with pytest.raises(PermissionError, match="cannot be"):
-        with writing("/proc/out"):
-            pass
-
-
 def test_a_rank_lost_meanwhile_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     comm, num_asked = Alone(), 0
 

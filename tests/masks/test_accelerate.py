@@ -72,13 +72,3 @@ def prepared_on_rank(rank: int, from_first_rank: bool, shards_masks: bool, folde
 @pytest.mark.sampled(1)
 def test_pruned_before_prepare(pool: ProcessPool, tmp_path: Path, from_first_rank: bool, shards_masks: bool) -> None:
     pool.run(2, prepared_on_rank, from_first_rank, shards_masks, str(tmp_path))
-
-
-def pruned_on_meta_on_rank(rank: int) -> None:
-    model = llama()
-    with pytest.raises(ValueError, match=r"has no values on this rank \(meta\)"):
-        prune_all(model.to("meta") if rank else model)
-
-
-def test_pruning_where_a_rank_has_no_weights_yet(pool: ProcessPool) -> None:
-    pool.run(2, pruned_on_meta_on_rank)

@@ -66,14 +66,6 @@ def test_save_pretrained(tmp_path: Path, given: str, max_shard_size: str, tied: 
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-def test_saving_models_that_are_not_pruned_is_as_it_was(tmp_path: Path) -> None:
-    pruned, dense = llama(), llama(seed=1)
-    prune_all(pruned)
-    dense.save_pretrained(tmp_path)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert all(torch.equal(loaded.get_parameter(name), value) for name, value in dense.named_parameters())
-
-
 def trainer(model: Any, folder: str, num_steps: int) -> Any:
     arguments = transformers.TrainingArguments(
         folder,
