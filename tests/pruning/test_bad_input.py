@@ -26,8 +26,10 @@ from tests.pruning.failing import raised
 from tests.worlds import all_raise, drawing, run_threads
 
 
-def failing(world_size: int, change: Callable[[int, nn.Module], dict[str, Any]]) -> list[Any]:
-    """Return what each rank raises, having checked that all of them do and that nothing changed."""
+def failing(
+    world_size: int, change: Callable[[int, nn.Module], dict[str, Any]], kind: type[Exception], text: str
+) -> list[Exception]:
+    """Return what each rank raises, having checked that all of them do, in these words, and that nothing changed."""
 
     def on_rank(rank: int) -> Exception:
         model = decoder()
@@ -38,7 +40,11 @@ def failing(world_size: int, change: Callable[[int, nn.Module], dict[str, Any]])
         arguments.setdefault("sparsity", None if "pattern" in arguments else 0.5)
         return raised(rank, model, lambda _, model: prune_model(model, **arguments))
 
-    return run_threads(world_size, on_rank) if world_size else [on_rank(0)]
+    errors = run_threads(world_size, on_rank) if world_size else [on_rank(0)]
+    for error in errors:
+        assert isinstance(error, kind)
+        assert re.search(text, str(error)), error
+    return errors
 
 
 @pytest.mark.parametrize(
@@ -114,9 +120,7 @@ def failing(world_size: int, change: Callable[[int, nn.Module], dict[str, Any]])
 )
 @pytest.mark.parametrize("world_size", [0, 2])
 def test_wrong_arguments(world_size: int, arguments: dict[str, Any], kind: type[Exception], text: str) -> None:
-    for error in failing(world_size, lambda *_: arguments):
-        assert type(error) is kind
-        assert re.search(text, str(error)), error
+    failing(world_size, lambda *_: arguments, kind, text)
 
 
 @pytest.mark.parametrize("score", ["magnitude", "random"])
@@ -127,9 +131,7 @@ def test_nan_weights_are_named_and_counted(score: str) -> None:
         return {"score": score}
 
     for world_size in (0, 3):
-        for error in failing(world_size, change):
-            assert type(error) is ValueError
-            assert "'layers.1.down.weight' (3)" in str(error)
+        failing(world_size, change, ValueError, r"'layers.1.down.weight' \(3\)")
 
 
 @pytest.mark.parametrize("pattern", ["unstructured", "2:4", "row", "block:2", "channels:0"])
@@ -165,15 +167,11 @@ def scaled(factor: float) -> prune.Score:
     ],
 )
 def test_ranks_called_with_different_arguments(key: str, values: tuple[Any, Any]) -> None:
-    for error in failing(2, lambda rank, _: {key: values[rank]}):
-        assert type(error) is ValueError
-        assert f"{key}: " in str(error)
-        assert all(f"on rank {rank}" in str(error) for rank in range(2))
+    failing(2, lambda rank, _: {key: values[rank]}, ValueError, f"{key}: .* on rank 0; .* on rank 1")
 
 
 def test_wrong_on_one_rank_only() -> None:
-    errors = failing(3, lambda rank, _: {"include": [3]} if rank == 1 else {})
-    assert [type(error) for error in errors] == [TypeError] * 3
+    errors = failing(3, lambda rank, _: {"include": [3]} if rank == 1 else {}, TypeError, "not int")
     assert "rank 1 of 3" in str(errors[0])
 
 
@@ -204,7 +202,7 @@ class Failing(Pattern):
 
 @pytest.mark.parametrize("when", ["at once", "after a round", "at the end"])
 def test_a_users_pattern_fails_on_one_rank(when: str) -> None:
-    errors = failing(3, lambda *_: {"pattern": Failing(when)})
+    errors = failing(3, lambda *_: {"pattern": Failing(when)}, Exception, when)
     assert [type(error) for error in errors] == [RuntimeError, RuntimeError, KeyError]
     assert f"rank 2 of 3: KeyError('{when}')" in str(errors[0])
     assert not any(map(has_lost_ranks, errors))  # else what comes next would not be told
@@ -233,8 +231,7 @@ def test_ranks_with_different_models(num_ranks: int, change: Callable[[nn.Module
             change(model)
         return {}
 
-    for error in failing(num_ranks, on_the_last):
-        assert text in str(error)
+    failing(num_ranks, on_the_last, ValueError, text)
 
 
 @pytest.mark.parametrize("pattern", ["unstructured", "2:4", "channels:0"])
