@@ -45,16 +45,17 @@ class Display(Watcher):
 
     @override
     def begin(self, stage: str) -> None:
+        if stage != self.stage:
+            self.close()
         self.stage = stage
 
     @override
     def progress(self, stage: str, unit: str, done: int, total: int) -> None:
         """Draw a bar; in a log, of a stage that takes long, a line now and then."""
-        self.stage = stage
+        self.begin(stage)
         if not self._visible:
             return
-        if self._bar is None or self._bar.desc != stage:
-            self.close()
+        if self._bar is None:
             settings = {} if self._is_terminal else _IN_A_LOG
             units = {"unit": unit, "unit_scale": unit == "bytes"}
             self._bar = self._tqdm(desc=stage, leave=False, initial=done, total=total, **units, **settings)

@@ -151,11 +151,13 @@ def test_what_a_terminal_would_obey_is_shown(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_job_in_a_log_is_alive(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A stage that takes long says so now and then; a short one says nothing."""
-    for waits, shown in ((30, ""), (0, "33%")):
-        monkeypatch.setattr(show, "_IN_A_LOG", {"mininterval": waits, "delay": waits, "ascii": True})
+    """A stage that takes long says so now and then; a short one, and all under ``TQDM_DISABLE``, say nothing."""
+    for waits, is_disabled, shown in ((30, False, ""), (0, True, ""), (0, False, "33%")):
+        settings = {"mininterval": waits, "delay": waits, "ascii": True, "disable": is_disabled}
+        monkeypatch.setattr(show, "_IN_A_LOG", settings)
         display = Display(visible=True)
-        display.progress("loading", "bytes", 3 << 20, 9 << 20)
+        for _ in range(2):
+            display.progress("loading", "bytes", 3 << 20, 9 << 20)
         err = capsys.readouterr().err
         assert shown in err if shown else not err
         assert display.stage == "loading"
