@@ -13,10 +13,10 @@ PACKAGE = Path(__file__).parent.parent / "distprune"
 LINES = {
     ".": (408, 320),
     "calibration": (1999, 1350),
-    "checkpoint": (1513, 1180),
-    "cli": (589, 410),
+    "checkpoint": (1515, 1180),
+    "cli": (591, 410),
     "collectives": (673, 640),
-    "jobs": (2062, 1280),
+    "jobs": (2095, 1280),
     "kernels": (849, 800),
     "masks": (487, 470),
     "models": (965, 690),

@@ -104,10 +104,10 @@ def check_fit(
 ) -> None:
     """Raise a ValueError if ``model`` has no positions or no embeddings for ``token_ids`` (samples, length). Local.
 
-    Its ``config`` says so. They may also be in one line, of which so many make the longest sequence; ``asked`` is what
-    asks for that length.
+    The ``config`` of its text says so. They may also be in one line, of which so many make the longest sequence;
+    ``asked`` is what asks for that length.
     """
-    config = getattr(model, "config", None)
+    config = text_config(model)
     positions, vocabulary = getattr(config, "max_position_embeddings", None), getattr(config, "vocab_size", None)
     length = token_ids.shape[1] if length is None else length
     low, high = int(token_ids.min()), int(token_ids.max())

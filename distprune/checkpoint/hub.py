@@ -42,7 +42,7 @@ def resolve_model(name: str, group: Group = None, *, log: Log = None) -> Path:
         ImportError: on every rank: the extra ``hf`` is not installed.
     """
     comm = communicator(group)
-    path, hub = Path(name), _HUB_ID.fullmatch(name)
+    path, hub = Path(os.path.expanduser(name)), _HUB_ID.fullmatch(name)
     exists = os.path.exists(path)  # does not raise: a folder may be closed to us
     with together(comm, model=name, exists=exists):
         if hub is None and not path.exists():
@@ -59,10 +59,14 @@ def resolve_model(name: str, group: Group = None, *, log: Log = None) -> Path:
 
 def name_of_model(path: Path) -> str:
     """Return what the model in directory ``path`` is called: its id on the hub, if it is in the hub's cache. Local."""
+    return hub_id_of(path) or os.path.basename(os.path.abspath(path))
+
+
+def hub_id_of(path: Path) -> str:
+    """Return the id on the hub of the model in directory ``path``, if it is in the hub's cache. Local."""
     repository = path.parent.parent.name  # models--ORG--NAME/snapshots/COMMIT
-    if path.parent.name == "snapshots" and repository.startswith("models--"):
-        return repository.removeprefix("models--").replace("--", "/")
-    return path.name
+    is_cached = path.parent.name == "snapshots" and repository.startswith("models--")
+    return repository.removeprefix("models--").replace("--", "/") if is_cached else ""
 
 
 def _snapshot(hub_id: str, revision: str | None, log: Log) -> Path:

@@ -185,7 +185,8 @@ def _place_of(target: str | Path, inputs: Inputs) -> Path:
     Raises:
         ValueError: it has no name, is a link, or holds an input or lies in one.
     """
-    if not str(target):
+    target = os.path.expanduser(target)
+    if not target:
         raise ValueError("the output has no name; is the variable that should hold it empty?")
     if Path(target).is_symlink():
         raise ValueError(f"the output {target} is a link to {os.readlink(target)}; name what it leads to")

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
+from distprune.checkpoint.hub import name_of_model
 from distprune.checkpoint.inspect import InspectReport, TensorReport
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.formatting import count, gibibytes, printable, share
@@ -107,7 +108,7 @@ def _of_sample(sampled: Sampled) -> list[str]:
         ("output", str(sampled.path)),
     ]
     words = ["prune", sampled.model, "--sparsity", "0.5", "--own-words", str(sampled.path), "--output", "pruned"]
-    return [f"{Path(sampled.model).name}, own words written", *laid_out(shown), _next(words)]
+    return [f"{name_of_model(Path(sampled.model))}, own words written", *laid_out(shown), _next(words)]
 
 
 def _of_plan(walk: PlannedWalk) -> list[str]:

@@ -6,6 +6,7 @@ import math
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -109,15 +110,10 @@ def run_finetune_job(
     """
     with open_job(job, group, device, watcher) as run:
         teacher_directory = _find_teacher(job, run)
-        with together(run.comm):
-            text = None
-            if job.data != SELF:
-                size, length = job.batch_size, job.sequence_length
-                text = Batches(run.tokenizer, job.data, batch_size=size, length=length, seed=job.seed)
+        data = _find_data(job, run, teacher_directory)
         model = run.load(dtype=torch.float32, compute_dtype=job.compute_dtype)
         run.note_weights("model", run.directory)
         teacher = None if teacher_directory is None else run.load(teacher_directory, dtype=job.compute_dtype)
-        data = _find_data(job, run, text, model, teacher)
         training = MaskedTraining(run.comm, model, teacher, job.compute_dtype)
         run.reporter.say(f"{training.num_zeros:,} of {training.num_elements:,} weights are zero, and stay so")
         files = run.begin()
@@ -166,15 +162,15 @@ def _find_teacher(job: FinetuneJob, run: Run) -> HfDirectory | None:
     return directory
 
 
-def _find_data(
-    job: FinetuneJob, run: Run, text: Batches | None, model: nn.Module, teacher: nn.Module | None
-) -> Batches | Windows:
-    """Return ``text``, noted, or the windows of a file, or that the teacher is to write. Every rank must call it."""
-    if text is None:
-        return load_windows(run, model, SELF, _NUM_WINDOWS, job.own_words, job.sequence_length)
+def _find_data(job: FinetuneJob, run: Run, teacher: HfDirectory | None) -> Batches | Windows:
+    """Return the text, noted, or the windows of a file, or that the teacher is to write. Every rank must call it."""
+    size, length = job.batch_size, job.sequence_length
+    if job.data == SELF:
+        return load_windows(run, SELF, _NUM_WINDOWS, job.own_words, length)
     with together(run.comm):
-        for reader in (model, teacher or model):
-            check_fit(text[0], reader)
+        text = Batches(run.tokenizer, job.data, batch_size=size, length=length, seed=job.seed)
+        for directory in (run.directory, teacher or run.directory):
+            check_fit(text[0], SimpleNamespace(config=load_config(directory.path)))
         run.read["training tokens"] = text.digest()
     return text
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from pathlib import Path
 
-from distprune.checkpoint.hub import name_of_model
+from distprune.checkpoint.hub import hub_id_of, name_of_model
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.jobs.options import options_of
 from distprune.jobs.report import OF_A_RUN, JobReport, SmallerModel, Trained, Work, rows
@@ -39,8 +40,8 @@ def model_card(report: JobReport[Work]) -> bytes:
     has_metadata = original.startswith("---")
     card = card_type(original if has_metadata else "---\nlibrary_name: transformers\n---\n" + original)
     name = name_of_model(report.model)
-    of_hub = name != report.model.name  # else what the card before says of its base is true of this model, too
-    if of_hub:
+    of_hub = bool(hub_id_of(report.model))
+    if of_hub:  # else what the card before says of its base is true of this model, too
         card.data.base_model = name
     is_sparse = report.zeros is not None and report.zeros.num_zeros > 0
     card.data.tags = sorted({*(card.data.tags or ()), *_TAGS, *(("sparse",) if is_sparse else ())})
@@ -72,5 +73,7 @@ def _command(report: JobReport[Work], model: str) -> str:
         for word in value if isinstance(value, tuple) else [] if value is None or value is False else [value]:
             words.append(option.flag)
             if word is not True:
-                words.append(Path(str(word)).name if option.is_file else str(word).removeprefix("torch."))
+                words.append(
+                    os.path.basename(os.path.abspath(str(word))) if option.is_file else str(word).removeprefix("torch.")
+                )
     return shlex.join([*words, "--output", Path(job.output).name])

@@ -151,9 +151,9 @@ def run_one_shot_job(
         FileExistsError: on every rank: an unfinished job is there without ``resume``, or with it a finished one.
     """
     with open_job(job, group, device, watcher) as run:
+        windows = job.windows(run)
         model = run.load()
         run.note_weights("model", run.directory)
-        windows = job.windows(run, model)
         with together(run.comm):
             run.reporter.say(as_line(job.memory(model, windows.counts.total, run.comm.size)))
         files = run.begin()
@@ -206,7 +206,7 @@ def run_plan_job(
     run = Run(replace(job, evaluate_on=(), tasks=()), group, device, watcher)  # nothing is evaluated
     with together(run.comm):
         model, _ = build_on_meta(run.directory, job.dtype)
-    num_windows = job.windows(run, model).counts.total
+    num_windows = job.windows(run).counts.total
     with together(run.comm):
         num_ranks = job.ranks or run.comm.size
         return PlannedWalk(run.directory.path, num_ranks, num_windows, job.memory(model, num_windows, num_ranks))

@@ -59,13 +59,13 @@ class Option:
             ValueError: the words mean no value.
             TypeError: there are other things than words among several.
         """
-        given = os.fspath(given) if isinstance(given, os.PathLike) else given
+        given = self._as_text(given) if isinstance(given, str | os.PathLike) else given
         given = given.item() if isinstance(given, np.generic) else given
         if get_origin(self.hint) is tuple and isinstance(given, str | list | tuple):
             words = [given] if isinstance(given, str) else [*given]
             if not all(isinstance(word, str | os.PathLike) for word in words):
                 raise TypeError(f"{self.flag} takes texts, not {given!r}")
-            words = [os.fspath(word) for word in words]
+            words = [self._as_text(word) for word in words]
             return tuple(part for word in words for part in (word.split(self.separator) if self.separator else [word]))
         if not isinstance(given, str):
             return given
@@ -73,6 +73,11 @@ class Option:
             return self.choices.get(given, given) if self.parse is None else self.parse(given)
         except (ValueError, ZeroDivisionError):
             raise ValueError(f"{self.flag} takes {self.metavar}, not {given!r}") from None
+
+    def _as_text(self, word: str | os.PathLike[str]) -> str:
+        return (
+            os.path.expanduser(word) if self.is_file else os.fspath(word)
+        )  # a shell leaves --output=~/pruned as it is
 
     def check(self, name: str, value: Any) -> None:
         """Raise a TypeError or a ValueError if the field ``name`` must not have this ``value``."""

@@ -128,7 +128,6 @@ class Windows:
 
 def load_windows(
     run: Run,
-    model: nn.Module,
     calibration: str,
     num_samples: int | None,
     words: int | str | None,
@@ -142,12 +141,13 @@ def load_windows(
     text = prompts = own = None
     seed = run.job.seed
     with together(run.comm):
+        check_fit(torch.zeros((1, 1), dtype=torch.int64, device="cpu"), run, length)  # before there are any
         file = TextFile(run.tokenizer, Path(calibration))
         if isinstance(words, str):
-            own = _fitting(words, model, run.tokenizer, length)
+            own = _fitting(words, run, length)
         if calibration != SELF:
             text = file.draw(num_samples, length, seed)
-            check_fit(text, model)
+            check_fit(text, run)
         num_text, num_in_file = 0 if text is None else len(text), None if own is None else len(own)
         num_own = None if isinstance(words, str) else words
         counts = counts_of(calibration, num_samples, num_own, num_text=num_text, num_in_file=num_in_file)
@@ -223,11 +223,10 @@ class CalibratedJob(Job):
         """Return what is to stand in ``own_words``; ``None``: as :func:`counts_of` says. Local."""
         return self.own_words
 
-    def windows(self, run: Run, model: nn.Module) -> Windows:
+    def windows(self, run: Run) -> Windows:
         """Return what is there of the windows, and note what was read. Every rank: as :func:`load_windows`."""
         return load_windows(
             run,
-            model,
             calibration=self.calibration,
             num_samples=self.samples,
             words=self.own_words_or_default(),
@@ -235,17 +234,17 @@ class CalibratedJob(Job):
         )
 
 
-def _fitting(path: str, model: nn.Module, tokenizer: Any, length: int) -> torch.Tensor:
+def _fitting(path: str, run: Run, length: int) -> torch.Tensor:
     """Return the windows of a file, cut to ``length``. Local; raises as :func:`read_words`, or as they do not fit."""
     own, about = read_words(Path(path))
-    if not about.items() >= about_tokenizer(tokenizer).items():
+    if not about.items() >= about_tokenizer(run.tokenizer).items():
         raise ValueError(
             f"{path} was written with another tokenizer than the model's, by {about.get('model')}: its token ids mean "
             "other text here; have the model write its own, with distprune sample"
         )
     if own.shape[1] < length:
         raise ValueError(f"{path} holds windows of {own.shape[1]} tokens, and {length} are wanted")
-    check_fit(own[:, :length], model)
+    check_fit(own[:, :length], run)
     return own[:, :length].contiguous()
 
 

@@ -174,7 +174,7 @@ class JobReport(Generic[_Work]):
 
     @override
     def __repr__(self) -> str:
-        return one_line(self, f"{self.model.name}, {self.work!r}")
+        return one_line(self, f"{name_of_model(self.model)}, {self.work!r}")
 
     @override
     def __str__(self) -> str:
@@ -235,10 +235,17 @@ def perplexities(report: Mapping[str, Any], *, in_full: bool = False) -> dict[st
     tokens, length = asked["evaluation_tokens"], asked["evaluation_length"]
     shown = {}
     for file, after in report["perplexity_after"].items():
-        text = f"{Path(file).name}, in windows of {length:,} tokens"
+        text = f"{_end_of(file, report['perplexity_after'])}, in windows of {length:,} tokens"
         text = f"{file}, {tokens:,} tokens in windows of {length:,}" if in_full else text
         shown[text] = (float(before[file]), float(after))
     return shown
+
+
+def _end_of(file: str, files: Iterable[str]) -> str:
+    """Return the name of ``file``, and of as many folders around it as tell it from other ``files``."""
+    paths, parts = [Path(other).parts for other in files], Path(file).parts
+    ends = (parts[-num:] for num in range(1, len(parts) + 1))
+    return next((str(Path(*end)) for end in ends if sum(path[-len(end) :] == end for path in paths) == 1), file)
 
 
 def memory_rows(sizes: Sequence[int], name: str = "peak memory") -> Iterator[Row]:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -26,7 +25,14 @@ from torch import nn
 from distprune.calibration.data import check_fit, token_digest
 from distprune.calibration.text import tokenize_file
 from distprune.checkpoint.disk import partial_of, write_whole
-from distprune.checkpoint.hf_directory import HfDirectory, file_digest, new_digest, open_together, read_json
+from distprune.checkpoint.hf_directory import (
+    HfDirectory,
+    file_digest,
+    new_digest,
+    open_directory,
+    open_together,
+    read_json,
+)
 from distprune.checkpoint.hf_load import load_config, load_model, load_tokenizer, mesh_of
 from distprune.checkpoint.hf_save import save_model
 from distprune.checkpoint.hub import resolve_model
@@ -39,7 +45,7 @@ from distprune.evaluation import Progress, perplexities
 from distprune.jobs.model_card import CARD_NAME, model_card
 from distprune.jobs.options import REPORT_NAME, BareJob, Job
 from distprune.jobs.picture import PICTURE_NAME, can_draw, picture
-from distprune.jobs.report import Evaluation, JobReport, PrunedBlocks, Trained, Work
+from distprune.jobs.report import Evaluation, JobReport, PrunedBlocks, SmallerModel, Trained, Work
 from distprune.jobs.tasks import load_tasks, run_tasks
 from distprune.jobs.watcher import Reporter, Watcher
 from distprune.mistakes import is_expected
@@ -116,6 +122,11 @@ class BareRun:
         """The tokenizer of the model. Local; raises as :func:`load_tokenizer`."""
         return load_tokenizer(self.directory.path)
 
+    @cached_property
+    def config(self) -> Any:
+        """The configuration of the model. Local; raises as :func:`load_config`."""
+        return load_config(self.directory.path)
+
     @contextmanager
     def stage(self, key: str, name: str, unit: str = "") -> Iterator[Progress]:
         """Time a stage, and yield what tells how far it is in its ``unit``, if it has one. Every rank must enter it."""
@@ -150,6 +161,26 @@ class BareRun:
                 progress=progress,
             )
 
+    @contextmanager
+    def one_dtype(self) -> Iterator[None]:
+        """Say how a model runs that is stored in several dtypes, in which it does not. Local.
+
+        Raises:
+            ValueError: it does not.
+        """
+        try:
+            yield
+        except (RuntimeError, AssertionError) as error:
+            held = [(name, entry.dtype) for name, (_, entry) in self.directory.tensors.items()]
+            stored = {dtype: name for name, dtype in held[::-1] if dtype.is_floating_point}
+            if self._dtype is not None or len(stored) < 2 or "dtype" not in str(error):
+                raise
+            said = " and ".join(f"{name!r} as {dtype}" for dtype, name in stored.items())
+            raise ValueError(
+                f"{self.directory.path} holds {said}, and does not run in several dtypes: name one of them, which all "
+                f"weights are then written in (dtype=..., --dtype): {str(error).splitlines()[0]}"
+            ) from error
+
 
 class Run(BareRun):
     """The run of a job that writes a model. Every rank must make one, and call its methods in the same order.
@@ -169,9 +200,8 @@ class Run(BareRun):
                 name: tokenize_file(self.tokenizer, name, max_tokens=most, sequence_length=length)
                 for name in job.evaluate_on
             }
-            reader = SimpleNamespace(config=load_config(self.directory.path) if job.evaluate_on else None)
             for ids in self._texts.values():
-                check_fit(ids, reader, length, "evaluation_length (--eval-length)")
+                check_fit(ids, self, length, "evaluation_length (--eval-length)")
             self._tasks = load_tasks(job.tasks) if job.tasks else None
             digests = {f"evaluation tokens of {name}": token_digest(ids) for name, ids in self._texts.items()}
             digest = new_digest(json.dumps([digests, job.tasks]).encode()).hexdigest()
@@ -283,6 +313,10 @@ class Run(BareRun):
             if self.comm.rank == 0 and self.files is not None:
                 folder = self.files.result
                 write_report(report.to_dict(), folder)
+                lost = sorted(self.directory.tensors.keys() - open_directory(folder).tensors.keys())
+                if lost and not isinstance(work, SmallerModel):
+                    more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+                    self.reporter.say(f"not in the output, since transformers does not load it: {lost[0]!r}{more}")
                 self._write(folder / CARD_NAME, lambda: model_card(report), "left as it was")
                 if isinstance(work, PrunedBlocks | Trained) and can_draw(self.reporter.say):
                     self._write(folder / PICTURE_NAME, lambda: picture(report), "left out, drawing it failed")
@@ -321,7 +355,8 @@ def open_job(job: Job, group: dist.ProcessGroup | None, device: Device, watcher:
             if comm.rank == 0:
                 check()
         try:
-            yield run
+            with run.one_dtype():
+                yield run
         except BaseException as error:  # also Ctrl-C and SIGTERM
             run.keep_or_remove(error)
             raise

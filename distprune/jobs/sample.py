@@ -82,7 +82,7 @@ def run_sample_job(
                 with open_text(Path(job.beginnings), "file of beginnings") as file:
                     how["beginnings"] = [line.strip() for line in file if line.strip()]
         model = run.load()
-        with run.stage("write", "writing own words", "tokens") as progress:
+        with run.one_dtype(), run.stage("write", "writing own words", "tokens") as progress:
             words = own_words(model, job.samples, **how, tokenizer=tokenizer, group=run.comm, progress=progress)
         with together(run.comm):
             if run.comm.rank == 0:

@@ -90,9 +90,9 @@ def run_shrink_job(
         FileExistsError: on every rank: an unfinished job is there without ``resume``, or with it a finished one.
     """
     with open_job(job, group, device, watcher) as run:
+        windows = job.windows(run)
         model = run.load()
         run.note_weights("model", run.directory)
-        windows = job.windows(run, model)
         with together(run.comm):
             budget = job.sizes.check(model)
             num_layers_before = len(decoder_blocks(model))

@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import BatchEncoding
+from transformers import BatchEncoding, LlavaConfig
 from typing_extensions import override
 
 from distprune import calibration_windows
@@ -314,6 +314,9 @@ def test_does_not_fit_the_model() -> None:
     for vocabulary in (5, 7):
         with pytest.raises(ValueError, match=f"id 7 is outside the model's vocabulary of {vocabulary}; is the"):
             check_fit(torch.arange(8).view(2, 4), make_model(vocabulary))
+    seeing = LlavaConfig(text_config={"model_type": "llama", "vocab_size": 7})
+    with pytest.raises(ValueError, match="id 7 is outside the model's vocabulary of 7"):
+        check_fit(torch.arange(8).view(2, 4), SimpleNamespace(config=seeing))
     check_fit(torch.arange(8).view(2, 4), make_model(8))
     with pytest.raises(ValueError, match="sequences of 8 tokens are longer than the model's 6 positions"):
         check_fit(torch.arange(8)[None], make_model(positions=6))

@@ -22,8 +22,11 @@ from tests.worlds import all_raise, run_threads
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def test_a_directory_is_itself(tmp_path: Path) -> None:
-    assert resolve_model(str(tmp_path)) == tmp_path
+def test_a_directory_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model(str(tmp_path)) == resolve_model(f"~/{tmp_path.name}") == tmp_path
+    assert name_of_model(Path(".")) == name_of_model(tmp_path) == tmp_path.name
     with pytest.raises(FileNotFoundError, match=r"is called org/name or org/name@revision"):
         resolve_model("smollm3")
 

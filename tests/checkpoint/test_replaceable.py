@@ -55,6 +55,7 @@ def test_home_and_current_directory(model: Path, monkeypatch: pytest.MonkeyPatch
     refused("", "no name")
     monkeypatch.setenv("HOME", str(model))
     refused(model, "holds the home directory")
+    refused("~", "holds the home directory")
     monkeypatch.setenv("HOME", "/")
     monkeypatch.chdir(model)
     refused(".", "holds the current directory")

@@ -12,6 +12,7 @@ import torch
 import distprune as prune
 from distprune.jobs import PruneJob, compare_outputs, run_prune_job
 from distprune.jobs.options import REPORT_NAME
+from distprune.jobs.report import perplexities
 from tests.cli.command import Command
 
 ZEROS = "50.0 % of 2 prunable weights, 0.0 % of all 4.0 M"
@@ -67,6 +68,9 @@ def test_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: 
     report = json.loads((write(Path("longer")) / REPORT_NAME).read_text())
     report["arguments"]["evaluation_length"] = 32
     Path("longer", REPORT_NAME).write_text(json.dumps(report))
+    alike = write(Path("alike"), after=dict.fromkeys(["/else/t.txt", "/data/t.txt", "/data/u.txt"], 1.0))
+    names = [*perplexities(json.loads((alike / REPORT_NAME).read_text()))]  # as the summary and the card have them
+    assert names == [f"{end}, in windows of 16 tokens" for end in ("else/t.txt", "data/t.txt", "u.txt")]
     lines = command("compare", "half", "other", "longer").out.splitlines()
     assert lines[:4] == ["sparsity", *(f"  {name:<6}  {ZEROS}" for name in ("half", "other", "longer"))]
     assert lines[4:6] == ["method", "  half    magnitude"]

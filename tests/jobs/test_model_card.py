@@ -111,6 +111,15 @@ def test_the_command_is_the_job(job: OneShotJob, more: dict[str, Any]) -> None:
     assert f"| calibration | 5 windows of 24 tokens {wrote} |" in card.text
 
 
+def test_a_model_in_the_current_directory(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(model_folder)
+    report = run_prune_job(PruneJob(model=".", output=str(tmp_path / "out"), sparsity=0.5))
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"distprune prune {model_folder.name} " in card
+    assert "base_model" not in card
+    assert str(report).startswith(f"{model_folder.name}, pruned by magnitude")
+
+
 def test_a_damaged_card_does_not_stop_a_job(job: OneShotJob) -> None:
     damaged = "---\nlicense: [\n---\n"
     (Path(job.model) / "README.md").write_text(damaged)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typing_extensions import override
 
 from distprune.jobs import FinetuneJob, OneShotJob, PruneJob, ShrinkJob, Watcher, run_prune_job
@@ -19,6 +21,7 @@ from distprune.jobs.model_card import CARD_NAME
 from distprune.jobs.options import REPORT_NAME
 from distprune.jobs.run import write_report
 from distprune.patterns.base import Scope
+from tests.hf_models import make_model
 from tests.jobs import jobs_of_a_kind
 from tests.jobs.jobs_of_a_kind import run_in_own_folder
 from tests.sampling import pairs_first
@@ -150,9 +153,9 @@ def test_the_watcher_hears_all_stages(job: PruneJob, text_file: Path) -> None:
 
 
 def test_fields_take_paths_and_the_words_of_the_command_line() -> None:
-    given: dict[str, Any] = {"model": Path("m"), "output": Path("o"), "sparsity": np.float32(0.5), "dtype": "float16"}
+    given: dict[str, Any] = {"model": Path("m"), "output": "~/o", "sparsity": np.float32(0.5), "dtype": "float16"}
     given |= {
-        "evaluate_on": Path("t"),
+        "evaluate_on": Path("~/t"),
         "tasks": "a,b",
         "calibration": Path("c"),
         "samples": "all",
@@ -161,10 +164,10 @@ def test_fields_take_paths_and_the_words_of_the_command_line() -> None:
     job = OneShotJob(**given, expert_memory="1G")  # type: ignore[arg-type]
     assert job == OneShotJob(
         model="m",
-        output="o",
+        output=os.path.expanduser("~/o"),
         sparsity=0.5,
         dtype=torch.float16,
-        evaluate_on=("t",),
+        evaluate_on=(os.path.expanduser("~/t"),),
         tasks=("a", "b"),
         calibration="c",
         samples=None,
@@ -193,12 +196,47 @@ def test_what_fields_do_not_take(field: str, value: Any, error: type[Exception],
         OneShotJob(**given).check_asked()
 
 
-def test_windows_to_evaluate_on_are_checked_before_anything_is_loaded(job: PruneJob, text_file: Path) -> None:
-    asked, heard = dataclasses.replace(job, evaluate_on=(str(text_file),), evaluation_length=2100), Heard()
-    message = r"2100 tokens are longer than the model's 2048 positions; lower evaluation_length \(--eval-length\)"
-    with pytest.raises(ValueError, match=message):
-        run_prune_job(asked, watcher=heard)
+@pytest.mark.parametrize(
+    ("kind", "asked", "message"),
+    [
+        ("prune", {"evaluation_length": 2100}, r"2048 positions; lower evaluation_length \(--eval-length\)"),
+        ("one-shot", {"calibration": "lost", "own_words": 0}, "no calibration file lost"),
+        ("one-shot", {"sequence_length": 2100}, r"2048 positions; lower sequence_length \(--sequence-length\)"),
+        ("shrink", {"calibration": "lost", "own_words": 0}, "no calibration file lost"),
+        ("finetune", {"sequence_length": 2100}, r"2048 positions; lower sequence_length \(--sequence-length\)"),
+    ],
+)
+def test_texts_are_checked_before_anything_is_loaded(
+    model_folder: Path, text_file: Path, tmp_path: Path, kind: str, asked: dict[str, Any], message: str
+) -> None:
+    job, heard = jobs_of_a_kind.job_of(kind, model_folder, text_file, tmp_path), Heard()
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        jobs_of_a_kind.run(dataclasses.replace(job, evaluate_on=(str(text_file),), **asked), heard)
     assert not heard.stages
+
+
+@pytest.mark.parametrize("kind", ["prune", "one-shot", "sample"])
+def test_a_model_in_several_dtypes(
+    model_folder: Path, text_file: Path, tmp_path: Path, pool: ProcessPool, kind: str
+) -> None:
+    model = shutil.copytree(model_folder, tmp_path / "model")
+    for path in model.glob("*.safetensors"):
+        tensors = {name: t.double() if "norm" in name else t for name, t in load_file(path).items()}
+        save_file(tensors, path, {"format": "pt"})
+    job = jobs_of_a_kind.job_of(kind, model, text_file, tmp_path)
+    job = dataclasses.replace(job, evaluate_on=(str(text_file),)) if kind == "prune" else job
+    match = r"holds 'model.*' as torch.*, and does not run in several dtypes: name one of them"
+    for num_ranks in (1, 2) if kind == "prune" else (1,):
+        pool.all_say(num_ranks, jobs_of_a_kind.run_on_rank, job, match=match)
+    assert pool.run(1, jobs_of_a_kind.run_on_rank, dataclasses.replace(job, dtype=torch.float32)) == [""]
+
+
+def test_what_transformers_does_not_load_is_said(tmp_path: Path) -> None:
+    path = make_model(tmp_path / "model", "gpt2") / "model.safetensors"
+    save_file({**load_file(path), "transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64)}, path, {"format": "pt"})
+    heard = Heard()
+    run_prune_job(PruneJob(model=path.parent, output=tmp_path / "out", sparsity=0.5), watcher=heard)  # type: ignore[arg-type]
+    assert "not in the output, since transformers does not load it: 'transformer.h.0.attn.bias'" in heard.said
 
 
 def test_a_watcher_that_fails_at_the_last_word(job: PruneJob, model_folder: Path, tmp_path: Path) -> None:
