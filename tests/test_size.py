@@ -23,7 +23,7 @@ LINES = {
     "oneshot": (1904, 1440),
     "patterns": (1404, 690),
     "pruning": (1440, 960),
-    "removal": (1537, 1160),
+    "removal": (1538, 1160),
     "scores": (382, 350),
     "selection": (490, 520),
     "shards": (1332, 1030),

@@ -154,6 +154,7 @@ def shrink_model(
             nothing is changed.
     """
     comm, job = communicator(group), job or ShrinkHooks()
+    model = getattr(model, "_orig_mod", model)  # of torch.compile, which sees that what it wraps has changed
     sizes = Sizes(mlp=mlp, heads=heads, kv_groups=kv_groups, experts=experts, layers=layers, parameters=parameters)
     with together(comm, **vars(sizes), samples=isinstance(samples, str)):
         budget = job.budget or sizes.check(model)

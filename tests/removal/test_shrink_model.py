@@ -54,6 +54,17 @@ def test_over_ranks_as_in_one_process(folder: Path) -> None:
         torch.testing.assert_close(other, logits)
 
 
+def test_a_compiled_model(folder: Path) -> None:
+    compiled: Any = torch.compile(load_model(folder), backend="eager")
+    twin: Any = load_model(folder)
+    for model in (compiled, twin):
+        logits = model(SAMPLES).logits
+        shrink_model(model, SAMPLES, mlp=0.5, layers=3, layer_criterion="influence", refit="least_squares")
+        assert not torch.equal(model(SAMPLES).logits, logits)
+        assert model.config.intermediate_size == 14
+    torch.testing.assert_close(compiled(SAMPLES).logits, twin(SAMPLES).logits)
+
+
 @pytest.mark.filterwarnings("ignore:.*has no one linear layer that could make up")
 @pytest.mark.parametrize("criterion", ["output", "usage"])
 def test_experts_leave_before_their_channels(criterion: Any) -> None:
