@@ -180,7 +180,7 @@ def test_what_is_no_model_is_met_with_the_way_to_go(call: str) -> None:
             torch.ones(2, 2),
             r"not a Tensor; .* pruned by prune_shards, or by L1Unstructured\(amount\).prune",
         ),
-        "a list": ([nn.Linear(2, 2)], "not a list$"),
+        "a list": ([nn.Linear(2, 2)], "not a list; put several into one torch.nn.ModuleList"),
     }
     for thing, words in things.values():
         with pytest.raises(TypeError, match=f"model takes a torch.nn.Module, {words}"):

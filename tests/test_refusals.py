@@ -127,6 +127,11 @@ def other_optimizer(model: nn.Module) -> None:
     prune.hold_zeros(model, torch.optim.SGD(transformer().parameters()), include=INCLUDE)
 
 
+def over_time(model: nn.Module, **arguments: Any) -> None:
+    given = {"schedule": prune.constant(0.5), "include": INCLUDE, **arguments}
+    prune.SparseTraining(model, torch.optim.SGD(model.parameters()), **given)
+
+
 def no_gradient(score: str, model: nn.Module) -> None:
     optimizer = torch.optim.SGD(model.parameters())
     training = prune.SparseTraining(model, optimizer, schedule=prune.constant(0.5), score=score, include=INCLUDE)
@@ -134,11 +139,6 @@ def no_gradient(score: str, model: nn.Module) -> None:
         optimizer.step()
     finally:
         training.remove()
-
-
-def no_seed(model: nn.Module) -> None:
-    given: Any = "7"
-    prune.SparseTraining(model, torch.optim.SGD(model.parameters()), schedule=prune.constant(0.5), seed=given)
 
 
 def frozen() -> None:
@@ -151,11 +151,6 @@ def all_zeros() -> None:
     nn.init.zeros_(model.get_parameter("layers.0.up.weight"))
     with unchanged(model):
         prune.hold_zeros(model, include=INCLUDE)
-
-
-def goes_down(model: nn.Module) -> None:
-    optimizer = torch.optim.SGD(model.parameters())
-    prune.SparseTraining(model, optimizer, schedule=lambda step: 0.5 / (step + 1), include=INCLUDE)
 
 
 Row = tuple[Callable[[], object], type[Exception], str]
@@ -249,11 +244,22 @@ REFUSED: list[Row] = [
     (all_zeros, ValueError, "'layers.0.up.weight' is all zeros"),
     (partial(trained, partial(no_gradient, "taylor")), ValueError, "'layers.0.attention.q.weight' has no gradient"),
     (partial(trained, partial(no_gradient, "movement")), ValueError, "leave out what has none with exclude"),
-    (partial(trained, no_seed), TypeError, "seed must be an int"),
+    (partial(trained, partial(over_time, seed="7")), TypeError, "seed must be an int"),
+    (partial(trained, partial(over_time, score="wanda")), ValueError, "'wanda' needs .* not there while training"),
+    (partial(trained, partial(over_time, pattern="3:7")), ValueError, "3:7 does not fit 'layers.0.attention.q.weight'"),
+    (
+        partial(trained, partial(over_time, schedule={"up": prune.constant(0.5)})),
+        ValueError,
+        "there is no sparsity for",
+    ),
     (frozen, ValueError, r"are frozen .*as under PEFT's adapters.*merge_adapters"),
     (partial(straight, None), TypeError, "expected a torch.optim.Optimizer"),
     (partial(trained, other_optimizer), ValueError, "none of the 8 pruned parameters is among those of SGD"),
-    (partial(trained, goes_down), ValueError, "the schedule goes down from 0.5 to 0.25"),
+    (
+        partial(trained, partial(over_time, schedule=lambda step: 0.5 / (step + 1))),
+        ValueError,
+        "the schedule goes down from 0.5 to 0.25",
+    ),
     (partial(trained, lambda model: prune.hold_zeros(model, "adam")), TypeError, "expected a torch.optim.Optimizer"),
     (partial(trained, lambda model: prune.hold_zeros(model, include="nothing")), ValueError, "matches no parameter"),
     (
@@ -347,6 +353,8 @@ DISAGREEMENTS: list[tuple[Callable[[int], object], str]] = [
     (lambda rank: prune.own_words(tiny_model("llama"), 2, 5, seed=rank), "different arguments: asked"),
     (lambda rank: cut(torch.arange(21)[rank:]), "called with different arguments: kept"),
     (lambda rank: straight(decay=0.25 + rank), "decay: "),
+    (lambda rank: over_time(transformer(), score=("magnitude", "taylor")[rank]), "score: "),
+    (lambda rank: over_time(transformer(), regrow=prune.Regrow(stop=5 + rank)), "regrow: "),
     (lambda rank: prune.perplexity(tiny_model("llama"), TOKENS.flip(rank)), "arguments: tokens: "),
     (lambda rank: prune.perplexity(tiny_model("llama"), TOKENS, batch_tokens=16 << rank), "batch_tokens: 16 on rank 0"),
 ]

@@ -147,6 +147,10 @@ def check_model(model: object) -> None:
     ways: tuple[tuple[tuple[type, ...], str], ...] = (
         ((str, os.PathLike), f" {str(model)!r}; load it first: distprune.load(path)"),
         ((Mapping,), "; load the state into its model first"),
+        (
+            (list, tuple),
+            "; put several into one torch.nn.ModuleList; parts of tensors are LocalShards: see prune_shards",
+        ),
         ((torch.Tensor,), "; a tensor alone is pruned by prune_shards, or by L1Unstructured(amount).prune(tensor)"),
     )
     way = next((way for kinds, way in ways if isinstance(model, kinds)), "")

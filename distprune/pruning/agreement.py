@@ -24,7 +24,7 @@ from distprune.masks.in_place import zero_all_where_pruned
 from distprune.models.find_shards import Found, NamePattern, find_shards, listed
 from distprune.models.matrices import matrix_of_weight
 from distprune.models.weights import check_unscaled
-from distprune.patterns.base import Choice, Pattern, Ranked
+from distprune.patterns.base import Choice, Pattern, Ranked, own_share
 from distprune.scores.as_score import Magnitude
 from distprune.scores.base import Evidence, Score, count_unread_nans
 from distprune.selection.radix import raise_nans
@@ -68,14 +68,16 @@ class Agreed:
             raise ValueError(f"there is no parameter to prune; name some with include{why}")
 
     def check_shares(self, pattern: Pattern) -> None:
-        """Check that a sparsity for each parameter names parameters of the model. Local.
+        """Check that a sparsity for each parameter names all of them, and parameters of the model. Local.
 
         Raises:
             ValueError: it does not. Stages of a pipeline may be given those of others.
         """
         shares, names = vars(pattern).get("sparsity"), self.found.names
-        if isinstance(shares, Mapping) and self.found.num_parameters is not None:
-            for name in shares:
+        if isinstance(shares, Mapping):
+            for member in self.roster.members:
+                own_share(shares, member.name)
+            for name in shares if self.found.num_parameters is not None else ():
                 if name not in names:
                     near = near_names(name, [*names])
                     raise ValueError(f"sparsity names {name!r}, which is no parameter of the model; {near}")

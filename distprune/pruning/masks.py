@@ -158,8 +158,6 @@ class Masks(Mapping[str, torch.Tensor]):
 
     def _combined(self, other: Masks, combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Masks:
         def held() -> list[LocalShard]:
-            if not isinstance(other, Masks):
-                raise TypeError(f"masks are combined with masks, not with a {type(other).__name__}")
             if unlike := self._unlike(other):
                 raise ValueError(unlike)
             return [*self._shards.values()]
@@ -170,7 +168,13 @@ class Masks(Mapping[str, torch.Tensor]):
         return self._made(self._comm, self._roster, held, combined)
 
     def _unlike(self, other: Masks) -> str:
-        """Return why these cannot be combined with ``other``, empty if they can. Local."""
+        """Return why these cannot be combined with ``other``, empty if they can. Local.
+
+        Raises:
+            TypeError: ``other`` is something else.
+        """
+        if not isinstance(other, Masks):
+            raise TypeError(f"masks go with masks, not with a {type(other).__name__}")
         if other._whole_shapes != self._whole_shapes:
             return "masks of different parameters cannot be combined; choose them for the same ones"
         for name, shard in self._shards.items():

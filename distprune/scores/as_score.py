@@ -82,7 +82,7 @@ class Taylor(Score):
 
     @override
     def values(self, elements: Elements) -> torch.Tensor:
-        return (_wide(elements.weight) * _wide(elements["gradient"])).abs()
+        return (_wide(elements.weight) * _wide(elements["gradient"]).conj()).real.abs()
 
 
 @final
@@ -101,12 +101,12 @@ class Movement(Score):
 
     @override
     def values(self, elements: Elements) -> torch.Tensor:
-        return _wide(elements["movement"])
+        return _wide(elements["movement"]).real
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
-    """Return ``values`` as float32, or float64 if they are: half precision rounds products away."""
-    return values if values.dtype is torch.float64 else values.float()
+    """Return ``values`` in single precision or double: half precision rounds products away."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 @final

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -85,6 +86,7 @@ class Binding:
         self.shards: list[LocalShard] = []  # also what has no memory yet (meta)
         # What looks a parameter up, its name, the parameter, what says where its memory is, and where it was.
         self._there: list[tuple[Any, str, torch.Tensor, Callable[[], int], int]] = []
+        self._frozen: list[torch.Tensor] = []  # of what is held: torch gives them no hook
         self._moved: dict[int, tuple[object, HeldTogether]] = {}  # by optimizer, with the parameters that it had
         self._model_hooks: list[RemovableHandle] = []
         self._part_hooks: list[RemovableHandle] = []  # of modules and parameters
@@ -163,10 +165,12 @@ class Binding:
             self._bind(shards)
 
     def follow(self) -> None:
-        """Take up parameters that were replaced or moved, before a forward. FSDP1's are taken up before a step.
+        """Take up parameters that were replaced, moved or unfrozen, before a forward. FSDP1's: before a step.
 
         ``Module.cuda()`` leaves the object as it is, and gives it other memory.
         """
+        if any(tensor.requires_grad for tensor in self._frozen):
+            self._watch()
         if all(get(name) is tensor and address() == before for get, name, tensor, address, before in self._there):
             return
         fsdp2, replaced = Fsdp2Params(), dict[str, LocalShard]()
@@ -196,6 +200,12 @@ class Binding:
     def _bind(self, shards: Sequence[LocalShard]) -> None:
         """Take ``shards`` as what is held, and remember which weights of each were zero."""
         before = {held.shard.name: held for held in self.held}
+        if lost := sorted(before.keys() - {shard.name for shard in shards}):
+            warnings.warn(
+                f"{', '.join(map(repr, lost[:4]))} ({len(lost)} parameters) are held at zero no more: the model has no "
+                "such weights now, or computes them (a parametrization); hold what is there now, by include",
+                stacklevel=4,
+            )
         self.shards, self.held = list(shards), []
         for shard in shards if self.has_begun else ():
             if shard.local.is_meta:
@@ -221,13 +231,17 @@ class Binding:
     def _watch(self) -> None:
         for handle in self._part_hooks:
             handle.remove()
-        self._part_hooks = []
+        self._part_hooks, self._frozen = [], []
         for held in self.held:
             tensor, module = held.shard.tensor, held.shard.module  # no tensor: FSDP1
             if module is not None:
                 hook = Weak(self._part_loaded, held, kept=self._kept)
                 self._part_hooks.append(module.register_load_state_dict_post_hook(hook))  # type: ignore[no-untyped-call]
-            if tensor is not None and tensor.requires_grad and tensor.is_leaf and held.zeros.numel():
+            if tensor is None or not tensor.is_leaf or not held.zeros.numel():
+                continue
+            if not tensor.requires_grad:
+                self._frozen.append(tensor)
+            else:
                 hook = Weak(self._at_gradient, held)
                 self._part_hooks.append(tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 

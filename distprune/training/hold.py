@@ -303,7 +303,12 @@ class Hold(OnSteps):
                 parameter that the pattern does not fit.
             NotImplementedError: on every rank: a pattern of your own that has no ``regrowth``.
         """
-        moved = regrow(self._comm, self._weights, share, pattern, by=by, seed=seed)
+
+        def look() -> None:
+            self._binding.renew()
+            self._binding.together.take_over()  # what grows is written as -0.0
+
+        moved = regrow(self._comm, self._weights, share, pattern, by=by, seed=seed, look=look)
         self.expect_others()
         return moved
 

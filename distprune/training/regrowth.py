@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -101,13 +101,21 @@ class Counts:
 
 
 def regrow(
-    comm: Communicator, weights: NamedWeights, share: float, pattern: Pattern | str, *, by: GrowBy, seed: int | None
+    comm: Communicator,
+    weights: NamedWeights,
+    share: float,
+    pattern: Pattern | str,
+    *,
+    by: GrowBy,
+    seed: int | None,
+    look: Callable[[], object],
 ) -> Counts:
     """Move ``share`` of the kept ``weights`` of each parameter within ``pattern``. Every rank must call it.
 
     What the pattern drops of the kept weights is that of smallest magnitude. Of all that is not kept then, as much is
     kept from now on, of each tensor, row or group: that of largest gradient, or any. What was dropped may be among it,
-    and keeps its value; others start at zero, written as -0.0. Two choices by the pattern, and a round of 16 bytes.
+    and keeps its value; others start at zero, written as -0.0. ``look`` is local, and called before weights are read.
+    Two choices by the pattern, and a round of 16 bytes.
 
     Raises:
         ValueError: on every rank, nothing changed: no gradient, NaN gradients, arguments that differ, or a parameter
@@ -123,6 +131,7 @@ def regrow(
         agreed.found = weights.find_for(within)
         agreed.facts = {"share": repr(share), "pattern": repr(within), "by": by, **weights.facts}
         agreed.score = Random(seed) if by == "random" else Magnitude()
+        look()
     agreed.check_found()
     shards: list[LocalShard] = []
     were_kept: list[torch.Tensor] = []
@@ -184,8 +193,8 @@ class _Growth(Score):
         if isinstance(self.by, Random):
             values = self.by.values(elements)
             return values.double().masked_fill_(left, torch.inf) if self.adds_up else values.masked_fill_(left, _MOST)
-        gradient = elements["gradient"]
-        values = (gradient if gradient.dtype is torch.float64 else gradient.float()).abs()
+        size = elements["gradient"].abs()
+        values = size.to(torch.promote_types(size.dtype, torch.float32))
         values = values.clamp(max=torch.finfo(values.dtype).max)  # what is infinite comes after what is left
         return values.masked_fill_(left, torch.inf)
 

@@ -94,11 +94,12 @@ def check_rise(before: Iterable[float], after: Iterable[float]) -> None:
     """Check that schedules may go from each of ``before`` to the one of ``after`` beside it. Local.
 
     Raises:
-        ValueError: one goes down, or one of ``after`` is out of range.
+        ValueError: one goes down, or is out of range.
     """
     for low, high in zip(before, after, strict=False):
-        check_share(float(high), "a sparsity of the schedule")
-        if high < low:
+        if not 0 <= low <= high <= 1:
+            for level in (low, high):
+                check_share(float(level), "a sparsity of the schedule")
             raise ValueError(f"the schedule goes down from {low} to {high}; zeros that are held do not come back")
 
 

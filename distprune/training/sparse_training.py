@@ -14,14 +14,14 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from distprune.collectives.agree import agree, max_together, together
+from distprune.collectives.agree import max_together
 from distprune.collectives.communicator import Group, communicator
 from distprune.formatting import one_line, share
 from distprune.hints import with_hints
 from distprune.models.find_shards import NamePattern
-from distprune.patterns.as_pattern import says_how_much
+from distprune.patterns.as_pattern import as_pattern, says_how_much
 from distprune.patterns.base import Pattern, Scope
-from distprune.pruning.agreement import NamedWeights, check_seed
+from distprune.pruning.agreement import NamedWeights, agreeing, check_seed
 from distprune.pruning.prune_model import Request, prune_requested
 from distprune.scores.as_score import Movement, ScoreLike, as_score
 from distprune.shards.device import fetched
@@ -81,8 +81,9 @@ class SparseTraining:
     layers, and twice as many to regrow.
 
     Raises:
-        ValueError, TypeError: on every rank, as :func:`distprune.hold_zeros`, or because the schedule goes down or
-            differs between ranks within its first 4,096 steps; at a step, as :func:`distprune.prune_model`.
+        ValueError, TypeError: on every rank, as :func:`distprune.hold_zeros`, or because the pattern, the score or the
+            names of the schedule do not fit the model, or the schedule goes down or differs between ranks within its
+            first 4,096 steps; at a step, as :func:`distprune.prune_model`.
         NotImplementedError: at a step: the optimizer steps within the backward pass, where ranks are not in step.
     """
 
@@ -112,10 +113,13 @@ class SparseTraining:
         self._level = [0.0] * len(self._schedules)  # what was pruned to last
         self._movement: dict[str, torch.Tensor] = {}  # by parameter, of local shape
         levels: list[list[float]] = []
-        with together(self._comm):
+        weights = NamedWeights(model, include, exclude)
+        with agreeing(self._comm) as agreed:
             if optimizer is None:
                 raise TypeError("sparse training counts the steps of an optimizer; pass it")
             self._score = as_score(score)
+            if unmet := {*self._score.needs} - {"gradient", "movement"}:
+                raise ValueError(f"score {self._score.name!r} needs {sorted(unmet)}, which is not there while training")
             _check_callable(self._schedules)
             check_seed(seed)
             if regrow is not None and not isinstance(regrow, Regrow):
@@ -123,11 +127,16 @@ class SparseTraining:
             levels += (self._levels(step) for step in range(_NUM_CHECKED_STEPS))
             for before, after in itertools.pairwise(levels):
                 check_rise(before, after)
-        agree(self._comm, {"the first steps of the schedule": levels})
-        weights = NamedWeights(model, include, exclude)
+            self._last_checked = levels[-1]
+            self._request = Request(weights, None, self._score, pattern, scope, seed)
+            pruned_to = as_pattern(pattern, self._sparsity(self._last_checked), scope)
+            if regrow is not None:
+                pruned_to.regrowth(regrow.fraction)
+            agreed.found = weights.find_for(pruned_to)
+            agreed.facts = self._request.facts() | {"the first steps of the schedule": levels, "regrow": repr(regrow)}
+        agreed.check_found()
+        agreed.check_shares(pruned_to)
         self._watched = WatchedWeights(weights)
-        self._request = Request(weights, None, self._score, pattern, scope, seed)
-        self._last_checked = levels[-1]
         self.hold = Hold(weights, optimizer, self._comm, listener=self._before_step, checks=any(levels[0]))
         self._prepare()
 
@@ -215,6 +224,12 @@ class SparseTraining:
     def _levels(self, step: int) -> list[float]:
         return [float(schedule(step)) for schedule in self._schedules]
 
+    def _sparsity(self, levels: Sequence[float]) -> float | Mapping[str, float] | None:
+        """Return what ``levels`` of the schedules ask for, beside the pattern."""
+        if says_how_much(self._request.pattern):
+            return None
+        return levels[0] if self._names is None else dict(zip(self._names, levels, strict=True))
+
     def _prepare(self) -> None:
         """Let the backward passes before a step of regrowth leave their gradients dense."""
         needs_all = self._regrow is not None and self._regrow.by == "gradient" and self._regrow.is_due(self.step)
@@ -260,11 +275,8 @@ class SparseTraining:
         check_rise(self._level, levels)
         if levels == self._level:
             return
-        asked = levels[0] if self._names is None else dict(zip(self._names, levels, strict=True))
         evidence = {name: {"movement": total} for name, total in self._movement.items()}
-        request = dataclasses.replace(
-            self._request, sparsity=None if says_how_much(self._request.pattern) else asked, local_evidence=evidence
-        )
+        request = dataclasses.replace(self._request, sparsity=self._sparsity(levels), local_evidence=evidence)
         report = prune_requested(self._comm, request)
         self.hold.begin(trusts_signs=False)
         self._level = levels
@@ -275,7 +287,7 @@ class SparseTraining:
         shards, model = self._watched.find().shards, self._request.weights.model
         for shard, gradient in zip(shards, gradients_of(shards, model.parameters()), strict=True):
             if gradient is not None:  # else choosing says so, on all ranks
-                self._sum_of(shard).addcmul_(shard.local, unscaled(gradient, optimizer), value=-1)
+                self._sum_of(shard).addcmul_(shard.local, unscaled(gradient, optimizer).conj(), value=-1)
 
     def _sum_of(self, shard: LocalShard) -> torch.Tensor:
         """Return the sum of movement so far, of local shape."""

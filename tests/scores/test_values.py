@@ -15,17 +15,18 @@ from tests.worlds import drawing
 
 
 @pytest.mark.parametrize("score", ["gradient", "taylor"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.complex64])
 def test_equals_the_formula(score: str, dtype: torch.dtype) -> None:
     """In half precision many products would be the same, and others would be taken."""
     generator = torch.Generator().manual_seed(3)
-    weight, gradient = torch.randn(2, 48, 40, generator=generator).to(dtype)
+    weight, gradient = torch.randn(2, 48, 40, generator=generator, dtype=torch.promote_types(dtype, torch.float32))
+    weight, gradient = weight.to(dtype), gradient.to(dtype)
     layer = nn.Linear(40, 48, bias=False, dtype=dtype)
     with torch.no_grad():
         layer.weight.copy_(weight)
-    wide = torch.float64 if dtype is torch.float64 else torch.float32
-    factor = weight.to(wide) if score == "taylor" else 1
-    scores = (factor * gradient.to(wide)).abs().flatten()
+    parts = [torch.view_as_real(t) if dtype.is_complex else t[..., None] for t in (weight, gradient)]
+    weights, gradients = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts)
+    scores = ((weights * gradients).sum(-1) if score == "taylor" else gradient.abs()).flatten().abs()
     wanted = torch.ones(48 * 40, dtype=torch.bool)
     wanted[scores.argsort(stable=True)[: 24 * 40]] = False
     masks = prune.compute_masks(layer, 0.5, score=score, evidence={"gradient": {"weight": gradient}})

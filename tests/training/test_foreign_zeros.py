@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.utils.prune
 from torch import nn
+from torch.nn.utils import parametrize
 
 import distprune as prune
 from distprune.training.hold import hold_zeros
@@ -110,6 +111,43 @@ def test_a_state_of_before_is_loaded_after_regrowth() -> None:
     model.load_state_dict(state)
     assert hold.counts() == before
     assert before.sparsity == 0.5
+
+
+def _moved(model: nn.Module) -> None:
+    model.get_parameter("weight").data = model.get_parameter("weight").data.clone()
+
+
+@pytest.mark.parametrize("before", [lambda _: None, _moved, lambda model: model.load_state_dict(model.state_dict())])
+def test_what_grows_before_anything_is_read_learns(before: Callable[[nn.Module], object]) -> None:
+    model = nn.Linear(8, 8, bias=False)
+    prune.prune_model(model, 0.5)
+    hold = hold_zeros(model, torch.optim.SGD(model.parameters()))
+    before(model)
+    hold.regrow(0.5, seed=0)
+    assert hold.counts().sparsity == 0.5
+
+
+def test_what_grows_at_the_first_step_of_a_schedule_learns() -> None:
+    model = nn.Linear(16, 16, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    moves = prune.Regrow(stop=9, every=2)
+    training = prune.SparseTraining(model, optimizer, schedule=prune.at_once(0.5, step=2), regrow=moves)
+    for _ in range(4):
+        model(torch.ones(1, 16)).sum().backward()
+        optimizer.step()
+    assert training.updates[-1].num_moved > 0
+    assert training.hold.counts().sparsity == 0.5
+
+
+def test_what_is_computed_from_another_parameter_is_named() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    prune.prune_model(model, 0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hold_zeros(model, optimizer)
+    parametrize.register_parametrization(model[0], "weight", nn.Identity())
+    model(torch.ones(8)).sum().backward()
+    with pytest.warns(UserWarning, match=r"'0\.weight' \(1 parameters\) are held at zero no more"):
+        optimizer.step()
 
 
 def natural_on_rank(_: int, layout: str) -> None:

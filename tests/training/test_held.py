@@ -275,6 +275,27 @@ def test_a_part_of_a_model_is_held(loaded: bool) -> None:
     assert torch.equal(layer.weight == 0, held)
 
 
+def unfrozen_on_rank(_: int, layout: str) -> None:
+    """What is trained later than the rest has masked gradients as soon as they are there."""
+    wrapped = wrap(layout, transformer())
+    prune.prune_model(wrapped.model, 0.5, include=INCLUDE)
+    weight = wrapped.model.get_parameter("layers.0.up.weight").requires_grad_(False)
+    optimizer = torch.optim.AdamW(wrapped.model.parameters(), lr=0.1)  # keeps the hold
+    hold_zeros(wrapped.model, optimizer, include=INCLUDE)
+    for tokens in batches(2):
+        wrapped.step(tokens)
+        weight.requires_grad_(True)
+    shards = targets(wrapped.model)
+    for shard, gradient in zip(shards, gradients_of(shards, wrapped.model.parameters()), strict=True):
+        assert gradient is not None
+        assert not gradient[shard.local == 0].any()
+
+
+@pytest.mark.parametrize("layout", ["plain", "fsdp2"])
+def test_what_is_unfrozen_later(pool: ProcessPool, layout: str) -> None:
+    pool.run({"plain": 1}.get(layout, 2), unfrozen_on_rank, layout)
+
+
 X, Y = (torch.randn(5, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
 
 
