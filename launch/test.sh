@@ -8,6 +8,6 @@ if [ -n "${TORCH:-}" ] && [ $# = 0 ]; then
     # Ranks that are processes, since torch 2.11 knows no DTensors in threads.
     set -- tests/test_contract_wrapped.py tests/masks/test_fsdp2.py tests/shards/test_in_step.py \
         tests/training/test_hold.py tests/oneshot/test_prune_blocks.py tests/oneshot/test_tensor_parallel.py \
-        tests/calibration/test_walk_fsdp2.py tests/jobs/test_prune.py tests/jobs/test_shrink.py
+        tests/calibration/test_walk.py tests/jobs/test_prune.py tests/jobs/test_shrink.py
 fi
 exec "$PYTHON" -m pytest -n 2 --dist loadgroup "$@"

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -74,12 +75,25 @@ def shares(**arguments: Any) -> None:
         prune.allocate(model, **{"samples": TOKENS, "sparsity": 0.6, **arguments})
 
 
-LLAMA = partial(make, "llama")
+LLAMA, MIXTRAL = partial(make, "llama"), partial(make, "mixtral")
 
 
 def shrink(make: Callable[[], nn.Module] = LLAMA, **arguments: Any) -> None:
     with unchanged(make()) as model:
         prune.shrink_model(model, TOKENS, **arguments)
+
+
+def without_losses() -> nn.Module:
+    model: Any = tiny_model("llama")
+    model.lm_head.weight.detach()[0, 0] = torch.nan
+    return model  # type: ignore[no-any-return]
+
+
+def words(config: Any = None, **arguments: Any) -> None:
+    model: Any = tiny_model("llama", max_position_embeddings=8)
+    model.config = config or model.config
+    with unchanged(model):
+        prune.own_words(model, **{"samples": 2, "sequence_length": 5, **arguments})
 
 
 def units(architecture: str, keep: Any, **how: Any) -> None:
@@ -181,6 +195,11 @@ REFUSED: list[Row] = [
     (partial(blocks, samples=[[TOKENS, TOKENS]]), TypeError, "a batch is a list of 2 tensors, .*alone, such"),
     (partial(blocks, samples=[(TOKENS[0], TOKENS[0])]), TypeError, "a batch is a tuple of 2 tensors"),
     (partial(blocks, samples=TOKENS.float()), TypeError, "samples must be a tensor of int64 token ids"),
+    (partial(blocks, samples=[[1.5]]), TypeError, "not a float"),
+    (partial(blocks, samples=nn.Linear(2, 2)), TypeError, "not a Linear"),
+    (partial(blocks, samples={"labels": [[1, 2]]}), TypeError, "a mapping without 'input_ids': it has labels"),
+    (partial(blocks, samples=[torch.ones(2, 2)]), TypeError, r"not a tensor of torch.float32 \(2, 2\)"),
+    (partial(blocks, samples=[]), ValueError, "samples hold no token id"),
     (partial(blocks, samples=TOKENS + 100), ValueError, "outside the model's vocabulary of 97"),
     (
         partial(nan_blocks, "model.layers.0.input_layernorm.weight"),
@@ -200,6 +219,17 @@ REFUSED: list[Row] = [
     (partial(shares, sparsity=0.61, max_difference=0.0), ValueError, "no shares meet the budget"),
     (partial(shares, max_difference=-1), ValueError, "max_difference=-1"),
     (partial(shares, samples=TOKENS[:, :1]), ValueError, "two are the least"),
+    # own words
+    (partial(words, sequence_length=9), ValueError, "longer than the model's 8 positions"),
+    (partial(words, sequence_length=1), ValueError, "leaves nothing to write behind 1 given"),
+    (partial(words, samples=0), ValueError, "samples=0"),
+    (partial(words, seed=1 << 64), ValueError, "seed=18446744073709551616 has more than the 64 bits"),
+    (partial(words, seed=0.5), TypeError, "seed must be an int"),
+    (partial(words, temperature=0.0), ValueError, "temperature=0.0"),
+    (partial(words, prompts=TOKENS[:3, :2]), ValueError, r"must be \(at most 2, 1 or more tokens\), not \(3, 2\)"),
+    (partial(words, prompts=torch.full((2, 2), VOCABULARY)), ValueError, "outside the model's vocabulary"),
+    (partial(words, prompts=torch.tensor([[5, -1], [5, 5]])), ValueError, "token id -1 is outside the model's"),
+    (partial(words, config=SimpleNamespace(is_encoder_decoder=False)), NotImplementedError, "says no vocab_size"),
     # removal
     (shrink, ValueError, "there is nothing to remove"),
     (partial(shrink, mlp=41), ValueError, "41 of the 40"),
@@ -213,6 +243,11 @@ REFUSED: list[Row] = [
         "of the experts in 'model.layers.0.*' some would keep 16 and others 32",
     ),
     (partial(shrink, TOWERS, mlp=0.5), ValueError, "Gemma4TextConfig cannot say this .mlp 48 to 24, mlp 8"),
+    (partial(shrink, experts=2), NotImplementedError, "no experts"),
+    (partial(shrink, MIXTRAL, experts=2, expert_criterion="size"), ValueError, "'size' is none of output, usage"),
+    (partial(shrink, MIXTRAL, experts=5), ValueError, "5 of the 4 .* possible are 2 to 4"),
+    (partial(shrink, MIXTRAL, experts=1), ValueError, "1 of the 4 .* possible are 2 to 4"),
+    (partial(shrink, without_losses, layers=2), ValueError, "the loss without layers"),
     (partial(shrink, layers=5), ValueError, "layers: 5 of the 3 cannot stay"),
     (
         partial(shrink, PLACED, layers=3),
@@ -222,11 +257,7 @@ REFUSED: list[Row] = [
     (partial(shrink, parameters=1.5), ValueError, "1.5 is neither a number from 1 on nor a share in"),
     (partial(shrink, parameters=0), ValueError, "0 is neither a number"),
     (partial(shrink, parameters=10**9), ValueError, "not more than 1,000,000,000: there is none to remove"),
-    (
-        partial(shrink, parameters=100),
-        ValueError,
-        "the least possible is [0-9,]+ .mlp 8, kv_groups 1, layers 1.",
-    ),
+    (partial(shrink, parameters=100), ValueError, "the least possible is [0-9,]+ .mlp 8, kv_groups 1, layers 1."),
     (partial(shrink, parameters=0.1, mlp=0.9, layers=3), ValueError, "least possible is [0-9,]+ .kv_groups 1.$"),
     (partial(shrink, parameters=9, mlp=8, layers=3, heads=2), ValueError, "is [0-9,]+ .nothing else can leave"),
     (partial(units, "llama", {"mlp": 0}), ValueError, "0 of the 40"),
@@ -284,19 +315,11 @@ REFUSED: list[Row] = [
     (partial(regrow, by="gradient", is_nan=True), ValueError, "scores are NaN in 'layers.0.attention.o.weight'"),
     (partial(regrow, share=1.5), ValueError, "share=1.5 is outside"),
     # jobs: nothing is read before
-    (
-        partial(one_shot, samples=0),
-        ValueError,
-        r"samples \(--samples\) takes a number at least 1 .*, not 0",
-    ),
+    (partial(one_shot, samples=0), ValueError, r"samples \(--samples\) takes a number at least 1 .*, not 0"),
     (partial(one_shot, sequence_length=0), ValueError, r"\(--sequence-length\) takes a number at least 1"),
     (partial(one_shot, target_share=7.0), ValueError, "takes a number above 0 and at most 1, not 7.0"),
     (partial(one_shot, target_share=math.nan), ValueError, "takes a number above 0 and at most 1, not nan"),
-    (
-        partial(one_shot, evaluation_length=1),
-        ValueError,
-        r"length \(--eval-length\) takes a number at least 2",
-    ),
+    (partial(one_shot, evaluation_length=1), ValueError, r"length \(--eval-length\) takes a number at least 2"),
     (partial(one_shot, targets="none"), ValueError, r"targets \(--targets\) takes 'own', 'dense', not 'none'"),
     (partial(one_shot, dtype=torch.int8), ValueError, r"dtype \(--dtype\) takes .*, not torch.int8"),
     (partial(one_shot, sparsity=None, pattern=NByM(2, 4), allocation="gradients"), ValueError, "a pattern with one"),
@@ -336,7 +359,6 @@ DISAGREEMENTS: list[tuple[Callable[[int], object], str]] = [
     (lambda rank: blocks(pattern=Unstructured(0.5 + rank / 10)), "pattern: "),
     (lambda rank: blocks(samples=TOKENS[: 3 + rank]), "samples: "),
     (lambda rank: blocks(samples="self" if rank else TOKENS), "called with different arguments"),
-    (lambda rank: blocks(finished=lambda index: index < rank), r"finished\(0\): false on rank 0; true on rank 1"),
     (
         lambda rank: blocks(method="admm", finished=lambda index: index < 1 + rank),
         r"finished\(1\): false on rank 0; true on rank 1",

@@ -21,8 +21,11 @@ from distprune import calibration_windows
 from distprune.calibration import text
 from distprune.calibration.data import Batches, check_fit, tokens_together
 from distprune.calibration.sample_group import SampleGroup
+from distprune.calibration.text import tokenize_file
 from distprune.calibration.token_ids import as_line, as_windows
 from distprune.calibration.walk import spread
+from distprune.checkpoint.hf_load import load_tokenizer
+from tests.hf_models import TEXT
 
 
 class Letters:
@@ -117,23 +120,8 @@ def test_forms_of_samples(samples: Any, expected: list[list[int]]) -> None:
 def test_one_line_of_tokens() -> None:
     assert as_line(torch.tensor(IDS)).tolist() == as_line(IDS).tolist() == [1, 2, 3, 4, 5, 6]
     assert as_line([PADDED, [9]]).tolist() == [1, 2, 3, 4, 5, 9]
-
-
-@pytest.mark.parametrize(
-    ("samples", "error", "message"),
-    [
-        ("some text", TypeError, "samples are text: 'some text'; distprune.calibration_windows"),
-        (["some text"], TypeError, "samples are text"),
-        ([[1.5]], TypeError, "not a float"),
-        (torch.nn.Linear(2, 2), TypeError, "not a Linear"),
-        ({"labels": IDS}, TypeError, "a mapping without 'input_ids': it has labels"),
-        ([torch.ones(2, 2)], TypeError, r"not a tensor of torch.float32 \(2, 2\)"),
-        ([], ValueError, "samples hold no token id"),
-    ],
-)
-def test_what_are_no_samples(samples: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        as_windows(samples)
+    with pytest.raises(TypeError, match=r"samples are text: 'some text'; distprune.calibration_windows"):
+        as_line("some text")
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
@@ -321,21 +309,8 @@ def test_does_not_fit_the_model() -> None:
     with pytest.raises(ValueError, match="sequences of 8 tokens are longer than the model's 6 positions"):
         check_fit(torch.arange(8)[None], make_model(positions=6))
     check_fit(torch.arange(6)[None], make_model(positions=6))
-
-
-@given(st.integers(1, 40), st.integers(1, 7), st.integers(1, 50))
-def test_every_part_has_as_many_batches(num_samples: int, num_parts: int, batch_tokens: int) -> None:
-    token_ids = torch.arange(num_samples * 4).view(num_samples, 4)
-    parts = [spread(token_ids, SampleGroup(part, num_parts), batch_tokens) for part in range(num_parts)]
-    assert len({len(batches) for batches in parts}) == 1
-    together = [batch.windows for batches in parts for batch in batches]
-    assert sorted(number for windows in together for number in windows) == list(range(num_samples))
-    assert all(len(windows) <= max(batch_tokens // 4, 1) for windows in together)
-    for batches in parts:
-        num_counted = sum(bool(batch.windows) for batch in batches)
-        for batch in batches[:num_counted]:
-            assert torch.equal(batch.inputs["input_ids"], token_ids[list(batch.windows)])
-        assert all(len(batch.inputs["input_ids"]) == 1 for batch in batches[num_counted:])  # padding
+    with pytest.raises(ValueError, match="no calibration sample"):
+        spread(torch.empty(0, 4, dtype=torch.int64), SampleGroup())
 
 
 def test_how_many_tokens_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,11 +331,6 @@ def test_how_many_tokens_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
     for bad, error in ((0, ValueError), (True, TypeError), (2.0, TypeError)):
         with pytest.raises(error, match="batch_tokens"):
             tokens_together(model, bad)  # type: ignore[arg-type]
-
-
-def test_nothing_to_spread() -> None:
-    with pytest.raises(ValueError, match="no calibration sample"):
-        spread(torch.empty(0, 4, dtype=torch.int64), SampleGroup())
 
 
 @pytest.mark.parametrize("is_large", [False, True])
@@ -385,3 +355,33 @@ def test_a_batch_follows_from_the_seed_and_the_step(
     assert before == made[1].digest()
     path.write_text(f"{string.ascii_lowercase[::-1]} " * 200)
     assert Batches(Letters(), path, batch_size=3, length=5, seed=7).digest() != before
+
+
+def test_first_tokens_of_a_file(tmp_path: Path, model_folder: Path) -> None:
+    tokenizer = load_tokenizer(model_folder)
+    text, lines = tmp_path / "text", tmp_path / "text.jsonl"
+    text.write_text(TEXT)
+    tokens = tokenize_file(tokenizer, text, max_tokens=100, sequence_length=10)
+    assert tokens.tolist() == tokenizer(TEXT)["input_ids"][:100]
+    lines.write_text('{"text": "the union"}\n"at work"\nnot read')
+    assert tokenize_file(tokenizer, lines, max_tokens=12, sequence_length=10).tolist() == (
+        tokenizer("the union")["input_ids"] + tokenizer("at work")["input_ids"][:3]
+    )
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    for name, length, error, message in (
+        ("text", 101, ValueError, "holds 100 tokens; an evaluation needs at least one window of 101"),
+        ("nothing", 10, FileNotFoundError, "no text file"),
+        ("bytes", 10, ValueError, "not UTF-8"),
+    ):
+        with pytest.raises(error, match=message):
+            tokenize_file(tokenizer, tmp_path / name, max_tokens=100, sequence_length=length)
+
+
+def test_reads_on_where_tokens_are_long(tmp_path: Path) -> None:
+    def words_of_a_hundred(text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        assert not add_special_tokens
+        return {"input_ids": list(range(len(text) // 100))}
+
+    path = tmp_path / "text"
+    path.write_text("x" * 10_000)
+    assert tokenize_file(words_of_a_hundred, path, max_tokens=70, sequence_length=8).tolist() == list(range(70))

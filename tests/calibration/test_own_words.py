@@ -5,14 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import T5Config, T5ForConditionalGeneration
 
 from distprune import allocate, own_words, prune_blocks, shrink_model
 from distprune.calibration import recorded_words
@@ -275,36 +273,6 @@ def failing_on_rank(rank: int, where: str) -> torch.Tensor:
 )
 def test_what_one_rank_raises_all_raise(where: str, message: str) -> None:
     all_raise(2, failing_on_rank, where, match=message)
-
-
-def test_what_cannot_write_is_refused() -> None:
-    sizes = {"d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8, "vocab_size": 30}
-    with pytest.raises(NotImplementedError, match="T5ForConditionalGeneration is an encoder-decoder"):
-        own_words(T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)), 2, 4)
-    with pytest.raises(NotImplementedError, match="Linear does not generate"):
-        own_words(nn.Linear(2, 2), 2, 4)
-    model: Any = tiny_model("llama", max_position_embeddings=8)
-    with pytest.raises(NotImplementedError, match="LlamaModel does not generate"):
-        own_words(model.model, 2, 4)
-
-    arguments: dict[str, Any]
-    for arguments, message in (
-        ({"sequence_length": 9}, "longer than the model's 8 positions"),
-        ({"sequence_length": 1}, "leaves nothing to write behind 1 given"),
-        ({"samples": 0}, "samples=0"),
-        ({"seed": 1 << 64}, "seed=18446744073709551616 has more than the 64 bits"),
-        ({"temperature": 0.0}, "temperature=0.0"),
-        ({"prompts": samples(3, 2)}, r"must be \(at most 2, 1 or more tokens\), not \(3, 2\)"),
-        ({"prompts": torch.full((2, 2), VOCABULARY)}, "outside the model's vocabulary"),
-        ({"prompts": torch.tensor([[5, -1], [5, 5]])}, "token id -1 is outside the model's vocabulary"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            own_words(model, **{"samples": 2, "sequence_length": 5} | arguments)
-    with pytest.raises(TypeError, match="seed must be an int"):
-        own_words(model, 2, 5, seed=0.5)  # type: ignore[arg-type]
-    model.config = SimpleNamespace(is_encoder_decoder=False)
-    with pytest.raises(NotImplementedError, match="says no vocab_size"):
-        own_words(model, 2, 5)
 
 
 CALLS: dict[str, Any] = {

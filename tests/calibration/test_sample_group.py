@@ -59,12 +59,6 @@ def test_who_shares_samples(pool: ProcessPool) -> None:
     assert find_sample_group(Alone(), two_layers()) == SampleGroup()
 
 
-def test_features_of_each_place() -> None:
-    assert [SampleGroup(rank=place, size=3).features(7) for place in range(3)] == [(0, 3), (3, 6), (6, 7)]
-    assert [SampleGroup(rank=place, size=3).features(4) for place in range(3)] == [(0, 2), (2, 4), (4, 4)]
-    assert SampleGroup().features(5) == (0, 5)
-
-
 def disagree(rank: int, said: list[list[int] | None]) -> None:
     ranks = said[rank]
     group: Any = dist.group.WORLD

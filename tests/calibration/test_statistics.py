@@ -1,4 +1,4 @@
-"""Moments are those of all samples, on any number of ranks."""
+"""Moments are those of all samples, on any number of ranks, and which layers share an input is the same on all."""
 
 from __future__ import annotations
 
@@ -15,26 +15,24 @@ from typing_extensions import override
 from distprune.calibration.catch_inputs import catch_inputs
 from distprune.calibration.moments import Moments, Needs
 from distprune.calibration.sample_group import SampleGroup
+from distprune.calibration.shared_inputs import shared_inputs
 from distprune.calibration.statistics import InputStatistics, product
 from distprune.calibration.walk import Batch, Call, Walk, spread
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Alone, communicator
-from distprune.models.linear_layers import linear_layers
+from distprune.models.linear_layers import LinearLayer, linear_layers
 from tests.architectures import samples, tiny_model
 from tests.device_path import as_on_a_device
 from tests.oneshot_oracle import listening
-from tests.worlds import drawing, run_threads
+from tests.worlds import all_raise, drawing, run_threads
 
 TOKENS = samples(5)
 KINDS: tuple[Needs, ...] = ("squares", "products")
 
 
-def walk_of(
-    block: nn.Module, inputs: Sequence[torch.Tensor], sample_group: SampleGroup | None = None, num_padding: int = 0
-) -> Walk:
-    """A walk whose only block is given ``inputs``, a sample each; the last ones are padding."""
-    num = len(inputs) - num_padding
-    batches = [Batch(range(i, min(i + 1, num)), {}, [Call((), {})]) for i in range(len(inputs))]
+def walk_of(block: nn.Module, inputs: Sequence[torch.Tensor], sample_group: SampleGroup | None = None) -> Walk:
+    """A walk whose only block is given ``inputs``, a sample each."""
+    batches = [Batch(range(i, i + 1), {}, [Call((), {})]) for i in range(len(inputs))]
     group = sample_group or SampleGroup()
     return Walk(block, [("", block)], list(inputs), batches=batches, sample_group=group)
 
@@ -188,9 +186,9 @@ class Twice(nn.Module):
         return y + torch.as_tensor(self.b(x.clone() if how == "copy" else x))
 
 
-def listen(*hows: str, num_padding: int = 0) -> list[Moments]:
+def listen(*hows: str) -> list[Moments]:
     inputs = [torch.ones(1, 4) for _ in hows]
-    return moments_of(walk_of(Twice(*hows), inputs, num_padding=num_padding), "squares", Alone())
+    return moments_of(walk_of(Twice(*hows), inputs), "squares", Alone())
 
 
 def test_what_is_the_same_input() -> None:
@@ -203,21 +201,6 @@ def test_what_is_the_same_input() -> None:
         listen("same", "copy")
     with pytest.raises(NotImplementedError, match="'b' has the input of 'a' in some calls and not in others"):
         listen("twice")
-
-
-def test_samples_that_do_not_count() -> None:
-    (moments,) = listen("same", "same", num_padding=1)
-    assert moments.num_tokens == 1
-
-
-def test_a_part_of_the_features() -> None:
-    """As tensor parallelism hands its row-wise layers, on a rank that shares its samples with nobody."""
-    block = nn.Sequential(nn.Linear(4, 4))
-    statistics = InputStatistics(Alone(), walk_of(block, [torch.ones(3, 2)]), linear_layers(block), "squares")
-    block[0].weight = nn.Parameter(torch.ones(4, 2))
-    statistics.run(0)
-    with pytest.raises(NotImplementedError, match=r"'0' is given Tensor \(3, 2\) where 4 features were expected"):
-        list(statistics.reduce())
 
 
 def test_an_expert_without_tokens() -> None:
@@ -246,3 +229,23 @@ def test_inputs_of_experts_whatever_multiplies_them(implementation: str) -> None
             wanted[name] = wanted[name] + x.double().square().sum(0)
     for name, moments in found.items():
         torch.testing.assert_close(moments.squares.float(), wanted[name].float(), rtol=1e-5, atol=1e-6)
+
+
+LINEARS = {name: LinearLayer(name, nn.Linear(2, 2), "weight", 2, 2) for name in ("q", "k", "up.0", "gate.0")}
+
+
+def heard_on_rank(rank: int, *heard: dict[str, str]) -> dict[tuple[str, ...], int]:
+    """``heard`` by rank: of each layer the first that has its input; rank r counts 2 + r tokens of each layer."""
+    inputs = shared_inputs(communicator(), LINEARS, (), lambda: (heard[rank], dict.fromkeys(heard[rank], 2 + rank)))
+    return {shared.names: shared.num_tokens for shared in inputs}
+
+
+def test_of_experts_a_rank_may_hear_nothing() -> None:
+    heard = [{"q": "q", "up.0": "up.0", "gate.0": "up.0"}, {"q": "q"}, {}]
+    assert run_threads(3, heard_on_rank, *heard) == [{("q",): 5, ("k",): 0, ("up.0", "gate.0"): 2}] * 3
+
+
+def test_some_of_those_that_share() -> None:
+    heard = [{"q": "q"}, {"q": "q", "k": "q"}, {"k": "k"}]
+    match = "'k' has the input of other layers on one rank than on another"
+    all_raise(3, heard_on_rank, *heard, kind=NotImplementedError, match=match)

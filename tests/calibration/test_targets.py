@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from functools import partial
 from typing import Any
 
@@ -173,33 +172,3 @@ def nan_in_one_stream(rank: int, stream: str) -> None:
 def test_nan_names_the_stream(stream: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run_threads(2, nan_in_one_stream, stream)
-
-
-@pytest.mark.parametrize("num_dims", [2, 3])  # what a block is given in the dense stream, and its hidden states
-def test_without_memory_for_the_dense_stream(monkeypatch: pytest.MonkeyPatch, num_dims: int) -> None:
-    """On one rank: all are told, how much the walk takes, and ways out."""
-    clone, to = torch.Tensor.clone, torch.Tensor.to
-
-    def check(values: torch.Tensor, is_copied: bool) -> None:
-        if is_copied and torch.distributed.get_rank() == 1 and values.ndim == num_dims:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    def spoiled_clone(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        check(values, num_dims == 3)
-        return clone(values, *args, **kwargs)
-
-    def spoiled_to(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        check(values, num_dims == 2 and "copy" in kwargs)
-        return to(values, *args, **kwargs)
-
-    def on_rank(_: int) -> None:
-        prune_blocks(tiny_model("llama"), TOKENS, method="admm", pattern=Unstructured(0.5))
-
-    monkeypatch.setattr(torch.Tensor, "clone", spoiled_clone)
-    monkeypatch.setattr(torch.Tensor, "to", spoiled_to)
-    for error in run_threads(2, on_rank, catch=True):
-        assert "CUDA out of memory." in str(error)
-        assert isinstance(error, RuntimeError)
-        *_, takes, ways_out = error.__notes__
-        assert re.search("the walk takes about .* of memory a rank: .*hidden states", takes)
-        assert "fewer samples, more ranks, offload=True, refit='none', targets='own'" in ways_out

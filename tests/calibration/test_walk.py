@@ -1,4 +1,4 @@
-"""Blocks run one by one give what the model gives, whole or sharded."""
+"""Blocks run one by one give what the model gives, however FSDP2 is applied to it, and leave it as it was."""
 
 from __future__ import annotations
 
@@ -6,18 +6,26 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, strategies as st
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import override
 
+from distprune import Unstructured
 from distprune.calibration.catch_inputs import catch_inputs
 from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.walk import Batch, Walk, spread
 from distprune.collectives.communicator import Alone, communicator
+from distprune.collectives.guarded import Guarded
 from distprune.models.decoder_blocks import decoder_blocks
+from distprune.oneshot.prune_blocks import prune_blocks
+from distprune.shards.fsdp2_forward import reset_forward
 from tests.architectures import samples, tiny_model
-from tests.worlds import all_raise, drawing
+from tests.worlds import ProcessPool, all_raise, drawing
+from tests.wrapped import whole
 
 TOKENS = samples(5)
 
@@ -45,11 +53,6 @@ def check_walk(walk: Walk, wanted: list[list[torch.Tensor]]) -> None:
         walk.advance(index, Alone())
 
 
-def kinds(walk: Walk) -> list[int]:
-    """By block, the first one that is called by the same object."""
-    return [[call is other for other in walk.batches[0].calls].index(True) for call in walk.batches[0].calls]
-
-
 @pytest.mark.parametrize("offload", [False, True])
 def test_hidden_states_stay_where_they_are_and_are_nobody_elses(offload: bool) -> None:
     model, batches = tiny_model("llama"), spread(TOKENS, SampleGroup())
@@ -64,36 +67,6 @@ def test_hidden_states_stay_where_they_are_and_are_nobody_elses(offload: bool) -
     assert torch.equal(given[0], before)
 
 
-def test_a_block_may_put_out_another_width_and_dtype() -> None:
-    class Block(nn.Module):
-        def __init__(self, num_in: int, num_out: int) -> None:
-            super().__init__()
-            self.linear = nn.Linear(num_in, num_out)
-
-        @override
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            output: torch.Tensor = self.linear(hidden.float())
-            return output.double()
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(97, 8)
-            self.layers = nn.ModuleList([Block(8, 12), Block(12, 8)])
-
-        @override
-        def forward(self, input_ids: torch.Tensor, use_cache: bool) -> torch.Tensor:
-            hidden: torch.Tensor = self.embed(input_ids)
-            for layer in self.layers:
-                hidden = layer(hidden)
-            return hidden
-
-    model, batches = Model(), spread(TOKENS, SampleGroup())
-    walk = catch_inputs(model, batches)
-    check_walk(walk, [block_outputs(model, batch.inputs["input_ids"]) for batch in batches])
-    assert [(hidden.shape[-1], hidden.dtype) for hidden in walk.hidden] == [(8, torch.float64)] * len(batches)
-
-
 def alternating_model() -> nn.Module:
     of_layers: dict[str, Any] = {"layer_types": ["full_attention", "sliding_attention"] * 2, "num_hidden_layers": 4}
     return tiny_model("qwen2", **of_layers, use_sliding_window=True, sliding_window=4)
@@ -102,7 +75,8 @@ def alternating_model() -> nn.Module:
 def test_blocks_of_two_kinds() -> None:
     model, batches = alternating_model(), spread(TOKENS, SampleGroup())
     walk = catch_inputs(model, batches)
-    assert kinds(walk) == [0, 1, 0, 1]
+    calls = walk.batches[0].calls
+    assert [[call is other for other in calls].index(True) for call in calls] == [0, 1, 0, 1]
     check_walk(walk, [block_outputs(model, batch.inputs["input_ids"]) for batch in batches])
 
 
@@ -150,6 +124,17 @@ def test_blocks_out_of_order() -> None:
         catch_inputs(Backwards([0]), [batch])
 
 
+def test_a_block_may_put_out_another_width_and_dtype() -> None:
+    model, x = Backwards([0, 1]), torch.ones(1, 2)
+    with drawing(0):
+        first, second = nn.Sequential(nn.Linear(2, 3)), nn.Sequential(nn.Linear(3, 2, dtype=torch.float64))
+    first.register_forward_hook(lambda _, __, output: output.double())
+    model.layers = nn.ModuleList([first, second])
+    walk = catch_inputs(model, [Batch(range(1), {"x": x})])
+    check_walk(walk, [[first(x), second(first(x))]])
+    assert (walk.hidden[0].shape, walk.hidden[0].dtype) == ((1, 2), torch.float64)
+
+
 def hidden_in_shards(_: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     catch_inputs(Backwards([0, 1]), [Batch(range(1), {"x": DTensor.from_local(torch.ones(1, 1, 2), mesh, [Shard(1)])})])
@@ -195,3 +180,111 @@ def test_hidden_states_changed_between_blocks(in_place: bool) -> None:
     with pytest.raises(ValueError, match=r"block 'layers.2' is not given what 'layers.1' puts out"):
         catch_inputs(Shifted(in_place, 1.0), [batch])
     assert len(catch_inputs(Shifted(in_place, 0.0), [batch]).blocks) == 3  # other tensors of the same values are fine
+
+
+def shard_as(how: str, model: Any) -> None:
+    """The ways in which people apply ``fully_shard``; most of them are a Llama's."""
+    shard: Any = replicate if how == "replicated" else fully_shard
+    num_ranks = torch.distributed.get_world_size()
+    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (num_ranks,))}
+    if how == "hsdp":
+        options["mesh"] = init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("replicate", "shard"))
+    if how == "bfloat16":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    if how == "by columns":
+        options["shard_placement_fn"] = lambda parameter: Shard(parameter.ndim - 1)
+    if how == "embeddings apart":
+        shard(model.model.embed_tokens, **options)
+        shard([model.model.norm, model.lm_head], **options)
+    for _, block in decoder_blocks(model):
+        if how in ("parts of blocks", "parts and blocks"):
+            shard(block.get_submodule("mlp"), **options)
+        if how not in ("root alone", "parts of blocks"):
+            shard(block, **options, **({"reshard_after_forward": False} if how == "kept gathered" else {}))
+    if how == "inner model too":
+        shard(model.model, **options)
+    shard(model, **options)
+    if how == "hooked":
+        model.register_forward_pre_hook(lambda *_: None)
+
+
+HOW = [
+    "usual",
+    "kept gathered",
+    "root alone",
+    "inner model too",
+    "embeddings apart",
+    "parts of blocks",
+    "parts and blocks",
+    "hsdp",
+    "bfloat16",
+    "by columns",
+    "hooked",
+    "replicated",
+]
+CASES = [
+    *((4 if how == "hsdp" else 2, how, "llama") for how in HOW),
+    *((3, how, architecture) for how in HOW[:2] for architecture in ("gpt2", "bloom", "mixtral")),
+]
+
+
+def walk_sharded(rank: int, how: str, architecture: str) -> None:
+    model: Any = tiny_model(architecture)
+    plain: Any = tiny_model(architecture)
+    shard_as(how, model)
+    comm, is_exact = communicator(), how != "bfloat16"
+    batches = spread(TOKENS, SampleGroup(rank, comm.size))
+    for _ in range(2):  # a second walk sees what was written into the shards in between
+        before = comm.traffic.copy()
+        walk = catch_inputs(model, batches, comm=Guarded(comm))
+        assert (comm.traffic - before).num_rounds == len(batches) + 1
+        check_sharded(model)
+        reference = plain if is_exact else model
+        wanted = [block_outputs(reference, batch.inputs["input_ids"]) for batch in batches]
+        reset_forward(model)
+        for index, (__, block) in enumerate(walk.blocks):
+            with walk.block(index) as run:
+                assert all(torch.equal(run(i), wanted[i][index]) for i in range(walk.num_batches))
+            check_sharded(block)
+            walk.advance(index, comm)
+            check_sharded(model)
+        with torch.no_grad():
+            for parameter in (*model.parameters(), *plain.parameters()):
+                parameter.mul_(0.5)
+    # The model can be trained afterwards, all ranks with the same samples.
+    losses = [each(input_ids=TOKENS, labels=TOKENS).loss for each in (model, plain)]
+    assert not is_exact or torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    rtol, atol = (1e-4, 1e-6) if is_exact else (1.0, 1e-2)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(one.grad), other.grad, rtol=rtol, atol=atol)
+    for each in (model, plain) if is_exact else ():  # what is written must be in the shards
+        prune_blocks(each, TOKENS, method="wanda", pattern=Unstructured(0.5))
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert not is_exact or torch.equal(whole(one), other)
+
+
+def check_sharded(module: nn.Module) -> None:
+    assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(("world_size", "how", "architecture"), CASES)
+@pytest.mark.sampled(5)
+def test_every_way_to_apply_fsdp2(pool: ProcessPool, world_size: int, how: str, architecture: str) -> None:
+    pool.run(world_size, walk_sharded, how, architecture)
+
+
+@given(st.integers(1, 40), st.integers(1, 7), st.integers(1, 50))
+def test_every_part_has_as_many_batches(num_samples: int, num_parts: int, batch_tokens: int) -> None:
+    token_ids = torch.arange(num_samples * 4).view(num_samples, 4)
+    parts = [spread(token_ids, SampleGroup(part, num_parts), batch_tokens) for part in range(num_parts)]
+    assert len({len(batches) for batches in parts}) == 1
+    together = [batch.windows for batches in parts for batch in batches]
+    assert sorted(number for windows in together for number in windows) == list(range(num_samples))
+    assert all(len(windows) <= max(batch_tokens // 4, 1) for windows in together)
+    for batches in parts:
+        num_counted = sum(bool(batch.windows) for batch in batches)
+        for batch in batches[:num_counted]:
+            assert torch.equal(batch.inputs["input_ids"], token_ids[list(batch.windows)])
+        assert all(len(batch.inputs["input_ids"]) == 1 for batch in batches[num_counted:])  # padding

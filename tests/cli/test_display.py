@@ -19,7 +19,6 @@ from distprune.cli import show
 from distprune.cli.show import Display, summary
 from distprune.jobs import (
     FinetuneJob,
-    OneShotJob,
     PruneJob,
     run_finetune_job,
     run_one_shot_job,
@@ -31,11 +30,6 @@ from tests.cli.command import Command
 from tests.small_job import STAGES, block_entry, small_job
 
 
-@pytest.fixture
-def job(model_folder: Path, text_file: Path, tmp_path: Path) -> OneShotJob:
-    return small_job(model_folder, text_file, tmp_path)
-
-
 def lines_of(shown: str) -> list[str]:
     """Return the lines of a summary, if a person can take them in."""
     lines = shown.splitlines()
@@ -45,7 +39,7 @@ def lines_of(shown: str) -> list[str]:
 
 
 def test_the_report_its_summary_and_its_table(
-    job: OneShotJob,
+    model_folder: Path,
     text_file: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -53,9 +47,9 @@ def test_the_report_its_summary_and_its_table(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     files = [str(text_file)] + [str(shutil.copyfile(text_file, tmp_path / f"text{n}.txt")) for n in range(9)]
-    Path("dense").symlink_to(job.model)
+    Path("dense").symlink_to(model_folder)
     evaluation: dict[str, Any] = {"evaluate_on": tuple(files), "evaluation_tokens": 40, "evaluation_length": 16}
-    job = dataclasses.replace(job, model="dense", output="out", **evaluation)
+    job = dataclasses.replace(small_job(Path("dense"), text_file, Path()), **evaluation)
     display = Display(visible=True)
     done = run_one_shot_job(job, watcher=display)
     display.show(summary(done))

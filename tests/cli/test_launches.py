@@ -7,7 +7,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -99,28 +98,6 @@ def test_srun(tmp_path: Path, model_folder: Path, text_file: Path, expected: byt
         process.join(SECONDS)
     assert [process.exitcode for process in processes] == [0, 0]
     check_output(tmp_path / "out", expected)
-
-
-@pytest.mark.whole
-def test_torchrun_ends_all_and_nothing_is_left(tmp_path: Path, model_folder: Path, text_file: Path) -> None:
-    psutil = pytest.importorskip("psutil")
-    (tmp_path / "long.txt").write_text(text_file.read_text() * 100)
-    folder = tmp_path / "outputs"
-    line = arguments(model_folder, folder / "out", tmp_path / "long.txt", 250_000)
-    started = subprocess.Popen([*TORCHRUN, *line], env=environment(), stderr=subprocess.PIPE, text=True)
-    try:
-        deadline = time.monotonic() + SECONDS
-        while not list(folder.glob(".out.unfinished")):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        workers = psutil.Process(started.pid).children()
-        next(worker for worker in workers if worker.environ().get("RANK") == "1").kill()
-        started.communicate(timeout=SECONDS)
-        assert started.returncode != 0
-        assert psutil.wait_procs(workers, timeout=SECONDS)[1] == []
-    finally:
-        started.kill()
-    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.whole

@@ -300,13 +300,6 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 LINE = ("prune", "m", "--output", "o", "--sparsity", "0.3")
 
 
-def test_what_nobody_expected_gets_a_traceback(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
-    fail_with(monkeypatch, RuntimeError("connection reset by peer"))
-    error = command(*LINE, code=1).err
-    assert error.startswith("Traceback")
-    assert error.endswith("RuntimeError: connection reset by peer\n")
-
-
 def test_what_ends_a_job_is_never_taken_for_a_success(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     ends: dict[BaseException, int] = {SystemExit(143): 143, KeyboardInterrupt(): 130}
     ends |= {SystemExit(code): 1 for code in (0, None, "no")}

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from distprune import Block, NByM, PerRow, Unstructured
 from distprune.checkpoint import stored_slices
 from distprune.checkpoint.inspect import inspect_directory
 from distprune.jobs import OneShotJob, run_one_shot_job
-from distprune.jobs.options import REPORT_NAME
 from tests.jobs.jobs_of_a_kind import run_on_rank
 from tests.worlds import ProcessPool
 
@@ -28,22 +25,6 @@ def test_every_tensor_is_written_once(job: OneShotJob, monkeypatch: pytest.Monke
     monkeypatch.setattr(stored_slices, "write_chunk", lambda _, __, values, ___: written.append(values.nbytes))
     run_one_shot_job(job)
     assert sum(written) == sum(tensor.nbytes for tensor in load_file(Path(job.model) / "model.safetensors").values())
-
-
-@pytest.mark.parametrize("method", ["wanda", "sparsegpt", "admm", "magnitude", "random"])
-@pytest.mark.parametrize("pattern", [Unstructured(0.5), PerRow(0.25), NByM(2, 4)], ids=repr)
-@pytest.mark.sampled(3)
-def test_patterns_on_disk(job: OneShotJob, method: Any, pattern: Any) -> None:
-    report = run_one_shot_job(dataclasses.replace(job, method=method, pattern=pattern))
-    inspected = inspect_directory(job.output)
-    blocks = [tensor for tensor in inspected.tensors if "layers" in tensor.name and len(tensor.shape) == 2]
-    assert len(blocks) == 14
-    if isinstance(pattern, NByM):
-        assert all("2:4" in tensor.patterns for tensor in blocks)
-    linears = {of_layer["name"]: of_layer for block in report.work.blocks for of_layer in block["layers"]}
-    for tensor in blocks:
-        assert linears[tensor.name.removesuffix(".weight")]["num_zeros"] == tensor.num_zeros
-    assert json.loads((Path(job.output) / REPORT_NAME).read_text())["pruning"]["method"] == method
 
 
 @pytest.mark.parametrize(
@@ -67,6 +48,9 @@ def test_shares(job: OneShotJob, method: Any, pattern: Any, allocation: Any, by:
     assert report.work.allocation == by
     assert "0.weight" not in report.work.pattern  # as asked for
     linears = [of_layer for block in report.work.blocks for of_layer in block["layers"]]
+    zeros = {tensor.name: tensor.num_zeros for tensor in inspect_directory(job.output).tensors}
+    assert [zeros[f"{of_layer['name']}.weight"] for of_layer in linears] == [of["num_zeros"] for of in linears]
+    assert len(linears) == 14
     shares = [of_layer["num_pruned"] / of_layer["num_elements"] for of_layer in linears]
     assert f"| allocation | {by} |" in (Path(job.output) / "README.md").read_text()
     if by == "uniform":
@@ -77,35 +61,10 @@ def test_shares(job: OneShotJob, method: Any, pattern: Any, allocation: Any, by:
     assert abs(sum(of_layer["num_pruned"] for of_layer in linears) - total) <= 5
 
 
-def without_text(job: OneShotJob) -> None:
-    Path(job.calibration).write_text("")
-
-
-def with_vocabulary_of_another(job: OneShotJob) -> None:
-    path = Path(job.model) / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    tokenizer["model"]["vocab"] = {token: number + 60 for token, number in tokenizer["model"]["vocab"].items()}
-    path.write_text(json.dumps(tokenizer))
-
-
-def without_tokenizer(job: OneShotJob) -> None:
+def test_a_model_without_a_tokenizer(pool: ProcessPool, job: OneShotJob) -> None:
     for path in Path(job.model).glob("tokenizer*"):
         path.unlink()
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (without_text, "holds 0 tokens; 5 samples of 24 tokens need 120: give more text"),
-        (with_vocabulary_of_another, r"is outside the model's vocabulary of 67; is the tokenizer another model's\?"),
-        (without_tokenizer, "holds no tokenizer that transformers can load"),
-    ],
-)
-def test_what_is_wrong_is_refused(
-    pool: ProcessPool, job: OneShotJob, spoil: Callable[[OneShotJob], None], message: str
-) -> None:
-    spoil(job)
-    pool.all_say(2, run_on_rank, job, match=f"^ValueError: .*{message}")
+    pool.all_say(2, run_on_rank, job, match="^ValueError: .*holds no tokenizer that transformers can load")
     assert not list(Path(job.output).parent.glob("*"))
 
 

@@ -135,15 +135,11 @@ def test_killed_and_resumed_it_has_the_same_words(
         run_one_shot_job(again)
 
 
-def sampled_on_rank(_: int, job: SampleJob) -> None:
-    run_sample_job(job)
-
-
 def test_a_file_of_own_words(
     pool: ProcessPool, job: OneShotJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampling = SampleJob(model=job.model, output=str(tmp_path / "words"), samples=3, sequence_length=14)
-    pool.run(2, sampled_on_rank, sampling)
+    assert pool.run(2, run_on_rank, sampling) == ["", ""]
     words, about = read_words(tmp_path / "words")
     tokenizer = load_tokenizer(Path(job.model))
     assert words.shape == (3, 14)

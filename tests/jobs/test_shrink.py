@@ -120,15 +120,7 @@ def test_a_budget_is_divided_once(job: ShrinkJob, tmp_path: Path) -> None:
     assert "--parameters 0.8 " in card
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"mlp": 29}, "29 of the 28 of 'model.layers.0.mlp' cannot stay; possible are 1 to 28"),
-        ({"heads": None, "experts": 2}, "no experts to remove"),
-        ({"parameters": 0.9, "samples": 1}, "2 of 2 tokens are the least"),
-    ],
-)
-def test_what_is_not_possible_is_refused(job: ShrinkJob, tmp_path: Path, asked: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, NotImplementedError), match=message):
-        run_shrink_job(dataclasses.replace(job, **asked))
+def test_what_is_not_possible_is_refused(job: ShrinkJob, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="2 of 2 tokens are the least"):
+        run_shrink_job(dataclasses.replace(job, parameters=0.9, samples=1))
     assert list(tmp_path.iterdir()) == []

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
+from typing_extensions import override
 
-from distprune import Block, NByM, PerRow, Unstructured, allocate, erk, sparsity
+from distprune import ADMM, Block, Channels, NByM, PerRow, Unstructured, allocate, erk, sparsity
+from distprune.calibration.moments import Moments
+from distprune.models.linear_layers import linear_layers
+from distprune.models.units import Units
+from distprune.oneshot.damping import damped_factor
 from distprune.oneshot.prune_blocks import prune_blocks
+from distprune.oneshot.solver import Solver
+from distprune.oneshot.sparsegpt import DAMPING, SparseGPT
 from distprune.patterns.base import Pattern
+from distprune.removal.criteria import OBS
+from distprune.removal.readers import Asked
+from distprune.removal.remover import UnitRemover
+from distprune.scores.base import Elements, Score
 from tests import oneshot_oracle as oracle, solver_oracle
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 from tests.oneshot.alike import (
@@ -187,3 +201,95 @@ def test_compiled_blocks_are_pruned_as_others(way: str) -> None:
     assert sparsity(plain) == 0.5
     for weight, wanted in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(weight, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor is in prototype stage")
+def test_the_kernels_give_the_dense_answer(method: Any) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = tiny_model("llama", **sizes, num_key_value_heads=1).half()
+    prune_blocks(model, samples(4, 64), method=method, pattern="2:4")
+    for name, weight in matrices(model).items():
+        weight = weight.detach().cuda()
+        sparse: Any = torch.sparse.to_sparse_semi_structured(weight)
+        assert torch.equal(sparse.to_dense(), weight), name  # it drops, without a word, what does not fit
+        x = torch.randn(64, weight.shape[1], generator=torch.Generator().manual_seed(1)).half().cuda()
+        wanted = F.linear(x.float(), weight.float())
+        found = F.linear(x, sparse)
+        assert found.dtype is torch.float16
+        # Half's own rounding of the result, and of sums in another order.
+        torch.testing.assert_close(found.float(), wanted, rtol=2e-3, atol=2e-3 * float(wanted.abs().max()))
+
+
+class Squared(Score):
+    """As Wanda, of squares: another score of the same order."""
+
+    needs = ("input_norm",)
+
+    @override
+    def values(self, elements: Elements) -> torch.Tensor:
+        return (elements.weight * elements["input_norm"]).square()
+
+
+def test_a_score_of_ones_own_and_a_pattern_by_its_text() -> None:
+    one, other = tiny_model("llama"), tiny_model("llama")
+    report = prune_blocks(one, TOKENS, method=Squared(), pattern="row", sparsity=0.5)
+    assert (report.method, report.pattern) == ("Squared", "PerRow(sparsity=0.5)")
+    prune_blocks(other, TOKENS, method="wanda", pattern=Unstructured(0.5))
+    for name, weight in matrices(one).items():
+        assert float(((weight != 0) == (matrices(other)[name] != 0)).float().mean()) > 0.999
+    with pytest.raises(NotImplementedError, match="SparseGPT decides block of columns by block of columns"):
+        prune_blocks(one, TOKENS, method="sparsegpt", pattern=Channels(0.5, 0))
+    with pytest.raises(NotImplementedError, match="ADMM decides rows, or blocks of weights"):
+        prune_blocks(one, TOKENS, method="admm", pattern=Channels(0.5, 0))
+
+
+def remover(num_kept: int) -> UnitRemover:
+    """Return what removes all but ``num_kept`` of three inputs of ``up``."""
+    linear = linear_layers(nn.Sequential(nn.Linear(3, 2, bias=False)))["0"]
+    units = Units("mlp", "", 3, 1, (), "up", torch.arange(3)[:, None])
+    return UnitRemover({"up": Asked("", units, num_kept, linear)}, OBS(), "least_squares")
+
+
+def moments_of(products: torch.Tensor) -> Moments:
+    ones = torch.ones(3).double()
+    return Moments(("up",), 4, ones, ones, ones, products=products.double(), gram=torch.eye(3).double())
+
+
+@pytest.mark.parametrize("solver", [ADMM(), SparseGPT(), remover(2)], ids=lambda of: type(of).__name__)
+def test_damping_is_raised_or_the_layer_named(solver: Solver) -> None:
+    """One rule for all that invert: what rounding or few tokens left indefinite is damped tenfold until it is not."""
+    indefinite = torch.full((3, 3), 3.0).fill_diagonal_(1)
+    assert all(bool(of.isfinite().all()) for of in solver.prepare(moments_of(indefinite)).values())
+    with pytest.raises(ValueError, match=r"the 3 inputs of 'up' have no inverse, although the damping was raised"):
+        solver.prepare(moments_of(torch.full((3, 3), torch.nan)))
+
+
+def test_damping_is_raised_until_it_helps() -> None:
+    assert SparseGPT().prepare(moments_of(torch.eye(3)))["damping"] == DAMPING
+    products = torch.tensor([[1.0, 1.05, 1.0], [1.05, 1.0, 1.0], [1.0, 1.0, 1.0]])  # not positive semidefinite
+    prepared = SparseGPT().prepare(moments_of(products))
+    assert prepared["damping"] == 10 * DAMPING
+    damped = 2 / 4 * (products + 10 * DAMPING * torch.eye(3))  # of 4 tokens
+    torch.testing.assert_close(prepared["upper"].t() @ prepared["upper"] @ damped, torch.eye(3), rtol=0, atol=1e-4)
+
+
+def factored_on_rank(_: int) -> None:
+    prune_blocks(sharded(tiny_model("bloom")), TOKENS, method="admm", pattern="2:4")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_every_input_is_factored_by_one_rank(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
+    """Once for the way to its target, once to be solved."""
+    seen: list[str] = []
+
+    def factor(products: torch.Tensor, damping: float, name: str, **others: Any) -> Any:
+        seen.append(name)
+        return damped_factor(products, damping, name, **others)
+
+    for module in ("admm", "retarget"):
+        monkeypatch.setattr(f"distprune.oneshot.{module}.damped_factor", factor)
+    run_threads(num_ranks, factored_on_rank)
+    of_block = {"self_attention.query_key_value", "self_attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"}
+    assert Counter(seen) == Counter(dict.fromkeys(of_block, 2 * 2))

@@ -1,46 +1,34 @@
-"""What one-shot pruning says, refuses and resumes."""
+"""What one-shot pruning says, refuses and resumes, and what it takes of memory."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import math
 from typing import Any
 
 import pytest
 import torch
 
-from distprune import Block, Channels, NByM, PerRow, Unstructured
+from distprune import NByM, Unstructured, prune_blocks
+from distprune.collectives.agree import together
+from distprune.collectives.communicator import communicator
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.find_shards import count_parameters
 from distprune.models.linear_layers import linear_layers
-from distprune.oneshot.prune_blocks import prune_blocks
-from distprune.oneshot.recipe import OneShotMethod
+from distprune.oneshot import prune_blocks as prune_blocks_module
+from distprune.oneshot.estimate import as_line, estimate
+from distprune.oneshot.recipe import OneShotMethod, Recipe
 from distprune.oneshot.report import BlockReport
 from tests.architectures import samples, tiny_model
+from tests.device_path import Memory
 from tests.oneshot.alike import sharded
 from tests.oneshot_oracle import listening
+from tests.sampling import only_whole
 from tests.worlds import all_raise, run_threads
 
 TOKENS = samples(4)
 HALF = Unstructured(0.5)
 METHODS: tuple[OneShotMethod, ...] = ("wanda", "sparsegpt", "admm", "magnitude", "random")
-
-
-def test_patterns_refuse_nonsense() -> None:
-    kinds: tuple[Any, ...] = (Unstructured, PerRow)
-    refused: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
-        *((kind, (share,), ValueError, "is outside") for kind in kinds for share in (-0.1, 1.5, math.nan, math.inf)),
-        *((kind, (share,), TypeError, "sparsity must be") for kind in kinds for share in ("0.5", True, None)),
-        *((NByM, pair, ValueError, "is not a pattern") for pair in ((0, 4), (4, 4), (5, 4), (-1, 2))),
-        (NByM, (2, 4.0), TypeError, "m must be an int"),
-        (Block, (0, 0.5), ValueError, "size=0 is less than 1"),
-        *((Block, (size, 0.5), TypeError, "size must be an int") for size in (4.0, True, "4")),
-        *((Channels, (0.5, dim), TypeError, "dim must be an int") for dim in (4.0, True, "4")),
-    ]
-    for kind, arguments, error, words in refused:
-        with pytest.raises(error, match=words):
-            kind(*arguments)
 
 
 def with_new_weights_that_overflow(_: int, shard: bool, block: int) -> None:
@@ -143,13 +131,6 @@ def test_a_callback_on_one_rank_alone() -> None:
     assert num_rounds == same
 
 
-def test_offload_changes_nothing() -> None:
-    one, other = tiny_model("gpt2"), tiny_model("gpt2")
-    prune_blocks(one, TOKENS, method="sparsegpt", pattern=HALF)
-    prune_blocks(other, TOKENS, method="sparsegpt", pattern=HALF, offload=True)
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
-
-
 @pytest.mark.parametrize(
     ("method", "dead", "within"),
     [("sparsegpt", False, 1e-3), ("sparsegpt", True, 1e-3), ("wanda", False, 0.15), ("random", True, 0.15)],
@@ -223,3 +204,80 @@ def test_what_stays_dense_is_listed() -> None:
         "model.layers.0.mlp.shared_expert_gate.weight": "a gate: it has one output",
     }
     assert block.to_dict()["dense"] == block.dense
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 256, "intermediate_size": 768},
+    "mixtral": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 2,
+    },
+}
+ONE_EXPERT = 16 * 256**2  # bytes of its sums and what leads to the targets
+
+
+def small(architecture: str) -> Any:
+    return tiny_model(
+        architecture, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, **SIZES[architecture]
+    )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "num_windows", "how"),
+    [
+        only_whole("llama", 8, {"method": "sparsegpt"}),
+        ("llama", 32, {"method": "admm", "refit": "none"}),
+        ("llama", 8, {"method": "admm"}),
+        ("mixtral", 8, {"method": "admm"}),
+        only_whole("mixtral", 8, {"method": "admm", "refit": "none"}),
+        ("mixtral", 8, {"method": "admm", "refit": "none", "expert_memory": 3 * ONE_EXPERT}),
+        only_whole("mixtral", 8, {"method": "admm", "refit": "none", "expert_memory": 1}),
+    ],
+)
+def test_near_to_what_is_measured(architecture: str, num_windows: int, how: dict[str, Any]) -> None:
+    model, windows = small(architecture), samples(num_windows, 64)
+    waves = {name: how[name] for name in how if name == "expert_memory"}
+    recipe = Recipe(pattern="2:4", **{name: how[name] for name in how if name not in waves}).resolved()
+    terms = estimate(model, recipe, num_windows, 64, **waves)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    with Memory() as memory:
+        prune_blocks(model, windows, pattern="2:4", **how)
+    assert sum(terms.values()) == pytest.approx(weights + memory.peak, rel=0.15), (terms, memory.peak)
+
+
+def test_ranks_share_what_grows_with_windows() -> None:
+    model, recipe = small("llama"), Recipe(pattern="2:4").resolved()
+    one, four = (estimate(model, recipe, 16, 64, num_ranks) for num_ranks in (1, 4))
+    for name in ("shard of the weights", "hidden states", "inputs of a block"):
+        assert one[name] == 4 * four[name]
+    assert (one["gathered block"], four["gathered block"] > 0) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "error"),
+    [(1, MemoryError()), (2, torch.OutOfMemoryError("CUDA out of memory.")), (1, ValueError("another"))],
+)
+def test_named_where_memory_runs_out(num_ranks: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one rank: all are told how much the walk takes, and ways out."""
+
+    def runs_out(*_: Any, **__: Any) -> None:
+        with together(comm := communicator()):
+            if comm.rank == comm.size - 1:
+                raise error
+
+    def on_rank(_: int) -> None:
+        prune_blocks(tiny_model("llama"), windows, pattern="2:4")
+
+    monkeypatch.setattr(prune_blocks_module, "run_blocks", runs_out)
+    windows = samples(3)
+    terms = estimate(tiny_model("llama"), Recipe(pattern="2:4").resolved(), 3, 16, num_ranks)
+    for raised in run_threads(num_ranks, on_rank, catch=True):
+        assert str(error) in str(raised)
+        assert isinstance(raised, RuntimeError | type(error))
+        notes: list[str] = getattr(raised, "__notes__", ["", ""])
+        takes, ways_out = notes[-2:]
+        is_told = not isinstance(error, ValueError)
+        assert (takes == f"the walk takes {as_line(terms)}") == is_told
+        assert ways_out.startswith("Ways out: fewer samples, more ranks, offload=True, refit='none'") == is_told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -246,3 +247,19 @@ def test_blocks() -> None:
     # 8 bytes to each of two ranks and homes, what is told of one parameter, two numbers of 16 cut blocks, which
     # are a run each, a byte of answers from each home, and two words that say whether all went well.
     assert cut[1] - whole[1] == 16 + 2 * (8 + 24) + 16 * (16 + 16) + 2 + 16
+
+
+def test_patterns_refuse_nonsense() -> None:
+    kinds: tuple[Any, ...] = (Unstructured, PerRow)
+    refused: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
+        *((kind, (share,), ValueError, "is outside") for kind in kinds for share in (-0.1, 1.5, math.nan, math.inf)),
+        *((kind, (share,), TypeError, "sparsity must be") for kind in kinds for share in ("0.5", True, None)),
+        *((NByM, pair, ValueError, "is not a pattern") for pair in ((0, 4), (4, 4), (5, 4), (-1, 2))),
+        (NByM, (2, 4.0), TypeError, "m must be an int"),
+        (Block, (0, 0.5), ValueError, "size=0 is less than 1"),
+        *((Block, (size, 0.5), TypeError, "size must be an int") for size in (4.0, True, "4")),
+        *((Channels, (0.5, dim), TypeError, "dim must be an int") for dim in (4.0, True, "4")),
+    ]
+    for kind, arguments, error, words in refused:
+        with pytest.raises(error, match=words):
+            kind(*arguments)

@@ -270,19 +270,6 @@ def test_one_rank_alone_is_overwritten(pool: ProcessPool, layout: str) -> None:
     pool.run(2, one_rank_on_rank, layout)
 
 
-def test_a_layer_that_is_added() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    hold_zeros(model, optimizer)
-    model.append(nn.Linear(8, 8))
-    prune.prune_model(model, 0.5, scope="tensor")
-    optimizer.add_param_group({"params": model[2].parameters()})
-    for _ in range(3):
-        model(torch.randn(4, 8)).square().sum().backward()
-        optimizer.step()
-    assert prune.sparsity(model) == 0.5
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda what: pickle.loads(pickle.dumps(what))])
 def test_a_copy_goes_on_as_the_original(copied: Callable[[Any], Any]) -> None:
     model = transformer()
