@@ -210,13 +210,15 @@ class Binding:
         for shard in shards if self.has_begun else ():
             if shard.local.is_meta:
                 continue
+            is_masked = shard.module is not None and f"{shard.attribute}_mask" in shard.module._buffers
             known = held = before.get(shard.name)
             if held is None or held.shard.geometry != shard.geometry or held.zeros.device != shard.local.device:
                 held = Held(shard)
                 held.may_be_foreign = known is None or known.may_be_foreign
             elif held.shard.local.data_ptr() != shard.local.data_ptr():
-                held.may_be_foreign |= not self._trusts_loaded  # as remove() leaves a product, with zeros of both signs
-            held.shard, held.version = shard, None
+                # remove() leaves a product, with zeros of both signs.
+                held.may_be_foreign |= not self._trusts_loaded or (held.is_masked and not is_masked)
+            held.shard, held.version, held.is_masked = shard, None, is_masked
             self.held.append(held)
         self.together = HeldTogether(self.held)
         self._there = [

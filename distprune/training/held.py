@@ -45,6 +45,7 @@ class Held:
         self.num_held, self.expects_others = 0, False  # with others: however few there are
         self.is_new = True  # state of an optimizer may not be clean where weights are held
         self.may_be_foreign = True  # others have written the weights: the sign of a zero says nothing
+        self.is_masked = False  # a mask lies on the weights, which are no product yet
         self.version: tuple[int, int] | None = None  # of the weights that ``zeros`` was read from
         self.shard, self._is_on_host = shard, on_host(self.zeros.device)
 

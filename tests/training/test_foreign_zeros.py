@@ -66,6 +66,20 @@ def test_what_was_removed_is_held(kind: Callable[[int, int], nn.Module], method:
     assert hold.counts().sparsity == prune.sparsity(module, include=names) == 0.5
 
 
+def test_what_is_removed_during_a_sparse_training_is_held() -> None:
+    with drawing(0):
+        model, x = nn.Linear(8, 8, bias=False), torch.randn(4, 8)
+    prune.l1_unstructured(model, "weight", 0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prune.SparseTraining(model, optimizer, schedule=lambda _: 0.5)
+    for is_last in (False, True):
+        if is_last:
+            prune.remove(model, "weight")
+        model(x).square().sum().backward()
+        optimizer.step()
+    assert prune.sparsity(model) == 0.5
+
+
 def test_a_state_of_others_is_loaded() -> None:
     """Their zeros have both signs, and are others than those that are held."""
     with drawing(0):
