@@ -64,6 +64,8 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "held step": (0, 0),
     "training that prunes": (6, 1),  # what is held is read for the first time
     "training that regrows": (12, 6),
+    "straight through": (2, 0),
+    "straight through, no step": (1, 0),  # as torch.distributed.checkpoint takes one
     "wanda": (3, 0),  # inputs and new weights that are finite, of each stage, and outputs
     "permuted wanda": (18, 19),  # values and an MLP: 6 each where channels go, in turns
     "sparsegpt": (7, 0),  # one more for the factor of each of 4 inputs
@@ -120,6 +122,8 @@ def of_step(device: torch.device, name: str) -> Counts:
     if name == "held step":
         prune.prune_model(model, 0.5, group=Alone())
         prune.hold_zeros(model, optimizer, group=Alone())
+    elif name.startswith("straight through"):
+        prune.StraightThrough(model, optimizer, group=Alone())
     else:
         rises: dict[str, Any] = {"schedule": prune.cubic(0.8, stop=4, every=2)}
         regrows = {"schedule": prune.constant(0.8), "regrow": prune.Regrow(stop=4, every=2, by="gradient")}
@@ -129,6 +133,9 @@ def of_step(device: torch.device, name: str) -> Counts:
     for _ in range(3):
         inputs = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).to(device)
         torch.stack([layer(inputs).square().mean() for layer in model]).sum().backward()  # type: ignore[no-untyped-call]
+        if name.endswith("no step"):
+            optimizer.param_groups[0]["lr"] = 0.0
+            optimizer.zero_grad(set_to_none=False)
         costs = Costs(DEVICE)
         with costs:
             optimizer.step()
@@ -184,7 +191,8 @@ def of_removal(device: torch.device, _: str) -> Counts:
 def counted_on_rank(rank: int) -> dict[str, Counts]:
     device = on_rank(rank)
     kinds: dict[str, Callable[[torch.device, str], Counts]] = dict.fromkeys(PATTERNS, of_call)
-    kinds |= dict.fromkeys(("held step", "training that prunes", "training that regrows"), of_step)
+    steps = ("held step", "training that prunes", "training that regrows")
+    kinds |= dict.fromkeys((*steps, "straight through", "straight through, no step"), of_step)
     kinds |= dict.fromkeys(SOLVERS, of_block) | {"units": of_removal}
     kinds |= dict.fromkeys(OF_WINDOWS, of_window)
     of_rows = patch.object(rows, "_ON_DEVICE", 64), patch.object(calibration_moments, "_DEVICE_CHUNK", 64)

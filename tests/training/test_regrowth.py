@@ -21,9 +21,7 @@ from distprune.patterns.base import Pattern
 from distprune.training.regrowth import Counts, GrowBy, Regrow
 from distprune.training.schedules import at_once, constant, cubic, erk_of_shapes
 from distprune.training.sparse_training import SparseTraining
-from distprune.training.straight_through import StraightThrough
 from tests.contract import FITTING
-from tests.device_path import as_on_a_device, counted_waits
 from tests.layouts import Layout
 from tests.oracle import random_scores
 from tests.sampling import Combination, over_layouts
@@ -183,43 +181,6 @@ def check(layout: Layout, world_size: int, cases: Sequence[Case]) -> None:
 def test_equals_the_plain_answer(layout: Layout, world_size: int, cases: list[Combination]) -> None:
     in_rows = prune.PerRow(0.55), "gradient", torch.float64  # rows are cut in most layouts
     check(layout, world_size, [made(pattern, [by], dtype, 2) for pattern, by, dtype in [*cases, in_rows]])
-
-
-Update = Callable[[nn.Module, torch.optim.Optimizer], object]
-UPDATES: dict[str, Update] = {
-    "straight through": lambda model, optimizer: StraightThrough(model, optimizer),
-    "regrowth": lambda model, optimizer: SparseTraining(
-        model, optimizer, schedule=constant(0.5), regrow=Regrow(9, every=2, by="gradient"), pattern="row"
-    ),
-    "no step": lambda model, optimizer: StraightThrough(model, optimizer),
-}
-
-
-@pytest.mark.parametrize("name", UPDATES)
-def test_an_update_on_a_device_waits_as_often_for_many(name: str) -> None:
-    """Of many matrices, or chunks, what is fetched and sent is as much."""
-
-    def waits_of(num_layers: int, chunk: int) -> tuple[int, int]:
-        model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(num_layers)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
-        x = torch.ones(2, 32)
-        with as_on_a_device(chunk):
-            UPDATES[name](model, optimizer)
-            for _ in range(2):
-                model(x).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            model(x).sum().backward()
-            if name == "no step":  # as torch.distributed.checkpoint takes it
-                optimizer.param_groups[0]["lr"] = 0.0
-                optimizer.zero_grad(set_to_none=False)
-            with counted_waits() as waits:
-                optimizer.step()
-        return waits.num_fetches, waits.calls["from_numpy"]
-
-    one = waits_of(1, 1024)
-    assert waits_of(3, 1024) == waits_of(1, 64) == one
-    assert one[0] > 0
 
 
 def test_without_a_seed_what_grows_is_drawn() -> None:
