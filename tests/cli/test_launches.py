@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,25 @@ def test_mpiexec_ends_all_when_one_fails(
     assert done.stderr.count(said) == 1
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.whole
+def test_torchrun_ends_all_and_nothing_is_left(tmp_path: Path, model_folder: Path, text_file: Path) -> None:
+    psutil = pytest.importorskip("psutil")
+    (tmp_path / "long.txt").write_text(text_file.read_text() * 100)
+    folder = tmp_path / "outputs"
+    line = arguments(model_folder, folder / "out", tmp_path / "long.txt", 250_000)
+    started = subprocess.Popen([*TORCHRUN, *line], env=environment(), stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + SECONDS
+        while not list(folder.glob(".out.unfinished")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        workers = psutil.Process(started.pid).children()
+        next(worker for worker in workers if worker.environ().get("RANK") == "1").kill()
+        started.communicate(timeout=SECONDS)
+        assert started.returncode != 0
+        assert psutil.wait_procs(workers, timeout=SECONDS)[1] == []
+    finally:
+        started.kill()
+    assert list(folder.iterdir()) == []

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from distprune.removal.choose_units import choose_units
 from distprune.removal.criteria import Criterion, UnitEvidence
+from distprune.removal.rebuild import remove_units
 from tests.architectures import ONE_SHOT_ARCHITECTURES, samples, tiny_model
 from tests.oneshot.alike import sharded
 from tests.removal.layouts import LAYOUTS
@@ -233,3 +234,14 @@ def test_a_norm_behind_the_layer_before_a_gap() -> None:
     with pytest.warns(UserWarning, match="layers.0.mlp.down_proj' cannot make up"):
         choose_units(model, TOKENS, {}, layers=[0, 2], **LEAST_SQUARES)
     assert torch.equal(model.model.layers[0].mlp.down_proj.weight, before)
+
+
+@pytest.mark.parametrize("case", [("llama", BOTH), ("llama", {"kv_groups": 1}), ("opt", {"mlp": 30})], ids=str)
+def test_what_is_cut_puts_out_what_is_zeroed(case: tuple[str, Any]) -> None:
+    model: Any = make(case[0])
+    kept = choose_units(model, TOKENS, case[1]).kept
+    with torch.no_grad():
+        zeroed = model(input_ids=TOKENS, use_cache=False).logits
+        remove_units(model, kept)
+        cut = model(input_ids=TOKENS, use_cache=False).logits
+    assert float((cut - zeroed).abs().max()) < 1e-4 * float(zeroed.abs().max())

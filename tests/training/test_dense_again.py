@@ -328,3 +328,16 @@ def test_a_wrapper_that_runs_no_hooks() -> None:
         train_usual(optimizer, Wrapped(model, 0, 1), third)
     hold.finish()
     assert all(map(torch.equal, held_bits(model), held))
+
+
+def test_a_layer_that_is_added() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    hold_zeros(model, optimizer)
+    model.append(nn.Linear(8, 8))
+    prune.prune_model(model, 0.5, scope="tensor")
+    optimizer.add_param_group({"params": model[2].parameters()})
+    for _ in range(3):
+        model(torch.randn(4, 8)).square().sum().backward()
+        optimizer.step()
+    assert prune.sparsity(model) == 0.5
