@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.utils.prune as torch_prune
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -203,6 +207,35 @@ def compiled_on_rank(_: int, layout: str, what: str) -> list[Parameters]:
 def test_compiled_is_eager(pool: ProcessPool, layout: str, world_size: int, what: str) -> None:
     for eager, compiled in pool.run(world_size, compiled_on_rank, layout, what):
         assert_close(compiled, eager)
+
+
+def saved_on_rank(_: int, path: str) -> None:
+    wrapped = wrap("fsdp2", transformer())
+    prune_all(wrapped.model)
+    trained(wrapped)
+    save(get_model_state_dict(wrapped.model), checkpoint_id=path)
+
+
+def loaded_on_rank(_: int, path: str, layout: str) -> Parameters:
+    """Load into a model with other weights and another mask, and go on training."""
+    wrapped = wrap(layout, transformer(seed=5))
+    prune_all(wrapped.model, 0.2)
+    state = get_model_state_dict(wrapped.model)
+    load(state, checkpoint_id=path)
+    set_model_state_dict(wrapped.model, state)
+    for module, _name in pairs_of(wrapped.model) if layout == "fsdp2" else ():
+        assert isinstance(module.weight_mask, DTensor)
+        assert module.weight_mask.dtype is torch.bool
+    return trained(wrapped, first=3)
+
+
+@pytest.mark.whole
+def test_checkpoint_of_four_ranks_on_two_and_one_and_plain(pool: ProcessPool, tmp_path: Path) -> None:
+    path, wanted = str(tmp_path / "checkpoint"), alone(num_steps=6)
+    pool.run(4, saved_on_rank, path)
+    for world_size, layout in ((2, "fsdp2"), (1, "fsdp2"), (1, "plain")):
+        for got in pool.run(world_size, loaded_on_rank, path, layout):
+            assert_close(got, wanted)
 
 
 def pruned_first_on_rank(_: int, by: str, brings_over: str) -> Parameters:

@@ -325,3 +325,12 @@ def test_pythons_collector_is_as_it_was(was_enabled: bool) -> None:
         assert gc.isenabled() is was_enabled
     finally:
         gc.enable()
+
+
+def test_gradients_and_identity_stay() -> None:
+    model = decoder()
+    before = dict(model.named_parameters())
+    prune_model(model, 0.5)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    assert all(parameter.requires_grad and parameter.is_leaf for parameter in model.parameters())
+    assert not [key for key in model.state_dict() if "mask" in key]

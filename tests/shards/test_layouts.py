@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from distprune.shards.layouts import local_shard
 from distprune.shards.local_shard import LocalShard
@@ -38,3 +38,11 @@ def test_a_local_tensor_of_another_shape() -> None:
     good = local_shard("w", torch.zeros(2, 3))
     with pytest.raises(ValueError, match=r"shape \(3, 2\)"):
         LocalShard("w", torch.zeros(3, 2), good.geometry)
+
+
+def test_replicas_are_owned_by_the_lowest_rank_of_the_mesh() -> None:
+    def owned(_: int) -> bool | None:
+        mesh = init_device_mesh("cpu", (3,))
+        return local_shard("w", DTensor.from_local(torch.ones(2), mesh, [Replicate()], run_check=False)).owned
+
+    assert run_threads(3, owned) == [True, False, False]
