@@ -73,7 +73,6 @@ def _command(report: JobReport[Work], model: str) -> str:
         for word in value if isinstance(value, tuple) else [] if value is None or value is False else [value]:
             words.append(option.flag)
             if word is not True:
-                words.append(
-                    os.path.basename(os.path.abspath(str(word))) if option.is_file else str(word).removeprefix("torch.")
-                )
+                text = str(word)
+                words.append(os.path.basename(os.path.abspath(text)) if option.is_file else text.removeprefix("torch."))
     return shlex.join([*words, "--output", Path(job.output).name])

@@ -75,9 +75,8 @@ class Option:
             raise ValueError(f"{self.flag} takes {self.metavar}, not {given!r}") from None
 
     def _as_text(self, word: str | os.PathLike[str]) -> str:
-        return (
-            os.path.expanduser(word) if self.is_file else os.fspath(word)
-        )  # a shell leaves --output=~/pruned as it is
+        # A shell leaves --output=~/pruned as it is.
+        return os.path.expanduser(word) if self.is_file else os.fspath(word)
 
     def check(self, name: str, value: Any) -> None:
         """Raise a TypeError or a ValueError if the field ``name`` must not have this ``value``."""
