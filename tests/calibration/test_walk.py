@@ -68,8 +68,23 @@ def test_hidden_states_stay_where_they_are_and_are_nobody_elses(offload: bool) -
 
 
 def alternating_model() -> nn.Module:
-    of_layers: dict[str, Any] = {"layer_types": ["full_attention", "sliding_attention"] * 2, "num_hidden_layers": 4}
-    return tiny_model("qwen2", **of_layers, use_sliding_window=True, sliding_window=4)
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "qwen2",
+        vocab_size=97,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=4,
+        use_sliding_window=True,
+        layer_types=["full_attention", "sliding_attention"] * 2,
+    )
+    torch.manual_seed(0)
+    model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.eval()
 
 
 def test_blocks_of_two_kinds() -> None:
