@@ -203,3 +203,9 @@ REFUSED = [
 @pytest.mark.parametrize(("fn", "world_size", "message"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
 def test_refused_on_every_rank(fn: Callable[[int], object], world_size: int, message: str) -> None:
     all_raise(world_size, fn, kind=NotImplementedError, match=message)
+
+
+def test_features_of_each_place() -> None:
+    assert [SampleGroup(rank=place, size=3).features(7) for place in range(3)] == [(0, 3), (3, 6), (6, 7)]
+    assert [SampleGroup(rank=place, size=3).features(4) for place in range(3)] == [(0, 2), (2, 4), (4, 4)]
+    assert SampleGroup().features(5) == (0, 5)

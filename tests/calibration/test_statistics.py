@@ -249,3 +249,13 @@ def test_some_of_those_that_share() -> None:
     heard = [{"q": "q"}, {"q": "q", "k": "q"}, {"k": "k"}]
     match = "'k' has the input of other layers on one rank than on another"
     all_raise(3, heard_on_rank, *heard, kind=NotImplementedError, match=match)
+
+
+def test_a_part_of_the_features() -> None:
+    """As tensor parallelism hands its row-wise layers, on a rank that shares its samples with nobody."""
+    block = nn.Sequential(nn.Linear(4, 4))
+    statistics = InputStatistics(Alone(), walk_of(block, [torch.ones(3, 2)]), linear_layers(block), "squares")
+    block[0].weight = nn.Parameter(torch.ones(4, 2))
+    statistics.run(0)
+    with pytest.raises(NotImplementedError, match=r"'0' is given Tensor \(3, 2\) where 4 features were expected"):
+        list(statistics.reduce())

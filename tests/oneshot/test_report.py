@@ -281,3 +281,10 @@ def test_named_where_memory_runs_out(num_ranks: int, error: Exception, monkeypat
         is_told = not isinstance(error, ValueError)
         assert (takes == f"the walk takes {as_line(terms)}") == is_told
         assert ways_out.startswith("Ways out: fewer samples, more ranks, offload=True, refit='none'") == is_told
+
+
+def test_offload_changes_nothing() -> None:
+    one, other = tiny_model("gpt2"), tiny_model("gpt2")
+    prune_blocks(one, TOKENS, method="sparsegpt", pattern=HALF)
+    prune_blocks(other, TOKENS, method="sparsegpt", pattern=HALF, offload=True)
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())

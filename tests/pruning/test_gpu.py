@@ -82,6 +82,34 @@ def test_a_call_waits_only_where_it_fetches(name: str, monkeypatch: pytest.Monke
     CALLS[name](second, Alone())
 
 
+def test_training_equals_the_cpus() -> None:
+    torch.manual_seed(0)
+    here: Any = nn.Linear(384, 257)
+    there: Any = copy.deepcopy(here).cuda()
+    for module in (here, there):
+        prune.l1_unstructured(module, "weight", 0.4)
+        prune.ln_structured(module, "weight", 0.1, n=2, dim=0)
+    assert there.weight_mask.is_cuda
+    x = torch.randn(5, 384)
+    here(x).sum().backward()
+    there(x.cuda()).sum().backward()
+    grad = there.get_parameter("weight_orig").grad
+    assert grad is not None
+    assert not grad[there.weight_mask == 0].any()
+
+
+def test_a_pruned_module_moves_to_the_device_and_back() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(64, 48)
+    prune.l1_unstructured(module, "weight", 0.5)
+    expected = module.weight.detach().clone()
+    module.cuda()
+    module(torch.randn(2, 64, device="cuda")).sum().backward()
+    assert torch.equal(module.weight.detach().cpu(), expected)
+    prune.remove(module.cpu(), "weight")
+    assert torch.equal(module.weight, expected)
+
+
 ALONE = [layout for layout in LAYOUTS if 1 in layout.world_sizes]
 
 
