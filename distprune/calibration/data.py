@@ -12,7 +12,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from distprune.calibration.text import TextFile, draw_windows_of_text, is_drawn_by_place, open_text, tokens_of
+from distprune.calibration.text import (
+    TextFile,
+    behind,
+    draw_windows_of_text,
+    first_token,
+    is_drawn_by_place,
+    open_text,
+    tokens_of,
+)
 from distprune.models.decoder_blocks import text_config
 
 # That run together: the least and the most tokens, how many features their hidden states have, and logits in memory.
@@ -39,7 +47,7 @@ def calibration_windows(
             is one of that name, and else a text. A file named ``.jsonl``, ``.ndjson`` or ``.json`` holds one JSON
             object a line, whose ``text`` counts, or one JSON string a line; an end-of-sequence token, where the
             tokenizer has one, follows each. Any other file is one text.
-        tokenizer: of transformers.
+        tokenizer: of transformers. Where it begins texts with a token (Llama's and Gemma's do), each window begins so.
         samples: how many of the windows without gaps that the tokens are cut into; ``None``: all of them. A file that
             is too large to tokenize whole is drawn from by position: each of as many stretches of equal length gives
             one window, which begins with a word anywhere in a document. So long documents give more windows.
@@ -159,13 +167,15 @@ class Batches:
         seed = _seed_of(self._seed, step)
         if self._ids is None:
             return TextFile(self._tokenizer, self._path).draw(self._batch_size, self._length, seed)
+        first = first_token(self._tokenizer, self._length)
+        length = self._length - len(first)
         starts = torch.randint(
-            len(self._ids) - self._length + 1,
+            len(self._ids) - length + 1,
             (self._batch_size, 1),
             generator=torch.Generator().manual_seed(seed),
             device="cpu",
         )
-        return self._ids[starts + torch.arange(self._length, device="cpu")]
+        return behind(first, self._ids[starts + torch.arange(length, device="cpu")])
 
     def digest(self) -> str:
         """Return a digest of the tokens; of a file that is drawn from by place, of its size and the first batch."""

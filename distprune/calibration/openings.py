@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from distprune.calibration.text import generator_of, ids_of
+from distprune.calibration.text import behind, first_token, generator_of, ids_of
 from distprune.models.decoder_blocks import text_config
 
 _NUM_TEXTS, _LEAST = 4, 32  # of a window whose texts begin with one token; tokens of each, or there are fewer
@@ -72,10 +72,11 @@ def texts_of(
 ) -> list[Texts]:
     """Return the texts of ``samples`` windows of ``length`` tokens: the first continue ``prompts``. Local.
 
-    The others are in turn of the kinds that :func:`distprune.own_words` names; beside prompts none begins with random
-    tokens. Documents begin with ``lines``, where there are any. Without a chat template, room for one, or all its
-    tokens in the model's vocabulary, beginnings take the place of chats, and without a tokenizer random tokens that of
-    all. Texts that share a window may be a few tokens too long for it.
+    The others are in turn of the kinds that :func:`distprune.own_words` names, each text behind the token that the
+    tokenizer begins texts with, if any; beside prompts none begins with random tokens. Documents begin with ``lines``,
+    where there are any. Without a chat template, room for one, or all its tokens in the model's vocabulary, beginnings
+    take the place of chats, and without a tokenizer random tokens that of all. Texts that share a window may be a few
+    tokens too long for it.
 
     Raises:
         ValueError: ``lines`` are none, or stand there without a tokenizer; a line is empty, or fills a whole text.
@@ -85,9 +86,10 @@ def texts_of(
     num_given = 0 if prompts is None else len(prompts)
     texts = [] if prompts is None else [Texts(prompts.cpu(), length, list(range(num_given)))]
     opening, begun = chat_opening(tokenizer), [] if tokenizer is None else beginnings(tokenizer, lines)
+    first = first_token(tokenizer, length - 1)  # there must be room behind it and another one
     vocabulary = vocabulary_of(model)
     begun = [ids for ids in begun if lines is not None or ids[0] < vocabulary]
-    can_chat = 0 < len(opening) < length and max(opening) < vocabulary
+    can_chat = 0 < len(opening) < length - len(first) and max(opening) < vocabulary
     kinds = ["tokens"] if prompts is None or not begun else []
     if begun:
         kinds += ["beginnings", "chats" if can_chat else "beginnings"]
@@ -95,18 +97,21 @@ def texts_of(
     num_texts = max(1, min(_NUM_TEXTS, length // _LEAST))  # of a window
     text_length = -(-length // num_texts)
     for line, ids in zip(lines, begun, strict=True) if lines else ():
-        if not 0 < len(ids) < text_length:
-            raise ValueError(f"the beginning {line[:40]!r} has {len(ids)} tokens, where a text has {text_length}")
+        if not ids or not len(first + ids) < text_length:
+            num = len(first + ids)
+            raise ValueError(f"the beginning {line[:40]!r} has {num} tokens, where a text has {text_length}")
     for kind in dict.fromkeys(kinds[: samples - num_given]):
         windows = [i for i in range(num_given, samples) if kinds[(i - num_given) % len(kinds)] == kind]
         num = len(windows) * num_texts
         if kind == "chats":
-            chats = torch.tensor([opening] * len(windows), dtype=torch.int64, device="cpu")
+            chats = torch.tensor([first + opening] * len(windows), dtype=torch.int64, device="cpu")
             texts.append(Texts(chats, length, windows))
         elif kind == "tokens":
-            texts.append(Texts(random_tokens(model, num, generator, tokenizer), text_length, windows))
+            tokens = behind(first, random_tokens(model, num, generator, tokenizer))
+            texts.append(Texts(tokens, text_length, windows))
         else:
-            starts = pad_sequence([torch.tensor(ids, dtype=torch.int64, device="cpu") for ids in begun], True, -1)
+            rows = [torch.tensor(first + ids, dtype=torch.int64, device="cpu") for ids in begun]
+            starts = pad_sequence(rows, True, -1)
             order = torch.randperm(num, generator=generator, device="cpu") % len(starts)
             texts.append(Texts(starts[order], text_length, windows))
     return texts

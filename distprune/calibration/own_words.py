@@ -94,7 +94,8 @@ def own_words(
         model: a causal language model of transformers; layouts as for :func:`distprune.prune_blocks`. It is run in
             evaluation mode and left as it was.
         samples, sequence_length: how many windows, and of how many tokens.
-        tokenizer: of transformers. Without it all texts begin with random tokens of the vocabulary.
+        tokenizer: of transformers. Where it begins texts with a token, these do. Without it all begin with random
+            tokens of the vocabulary.
         prompts: what the first windows continue, (at most ``samples``, at least 1) int64: pieces of a text. Then no
             other window begins with random tokens.
         beginnings: what documents begin with, each with one of these, whole but for spaces at its end. By default some

@@ -38,13 +38,15 @@ class TextFile:
             FileNotFoundError: no such file.
             ValueError: it is not what it should be, or too small.
         """
-        generator = generator_of(seed)
+        generator, first = generator_of(seed), first_token(self._tokenizer, length)
+        length -= len(first)
         with open_text(self._path, "calibration file") as file:
             if num_windows is not None and is_drawn_by_place(self._path, num_windows, length):
-                return _draw_by_place(self._tokenizer, self._path, file, num_windows, length, generator)
+                drawn = _draw_by_place(self._tokenizer, self._path, file, num_windows, length, generator)
+                return behind(first, drawn)
             if self._ids is None:
                 self._ids = tokens_of(self._tokenizer, self._path, file)
-        return _cut(self._ids, str(self._path), num_windows, length, generator)
+        return behind(first, _cut(self._ids, str(self._path), num_windows, length, generator))
 
 
 def draw_windows_of_text(tokenizer: Any, text: str, num_windows: int | None, length: int, seed: int) -> torch.Tensor:
@@ -52,7 +54,22 @@ def draw_windows_of_text(tokenizer: Any, text: str, num_windows: int | None, len
     ids = ids_of(tokenizer, text)
     is_name = len(text) <= _LONGEST_NAME and "\n" not in text  # mistyped, perhaps
     source = f"the text {text!r} (there is no file of that name)" if is_name else "the text"
-    return _cut(ids, source, num_windows, length, generator_of(seed))
+    first = first_token(tokenizer, length)
+    return behind(first, _cut(ids, source, num_windows, length - len(first), generator_of(seed)))
+
+
+def first_token(tokenizer: Any, length: int = 2) -> list[int]:
+    """Return the beginning-of-sequence token, alone, if the tokenizer begins texts with it; else nothing. Local.
+
+    Then each window does, of two tokens or more: without it some models, such as Gemma, predict next to nothing.
+    """
+    token = getattr(tokenizer, "bos_token_id", None)
+    return [token] if token is not None and length > 1 and tokenizer("a")["input_ids"][:1] == [token] else []
+
+
+def behind(first: list[int], windows: torch.Tensor) -> torch.Tensor:
+    """Return ``windows`` (n, length), each behind what :func:`first_token` returned. Local."""
+    return torch.nn.functional.pad(windows, (1, 0), value=first[0]) if first else windows
 
 
 def generator_of(seed: int) -> torch.Generator:
@@ -255,7 +272,7 @@ def _word_begin(text: bytes, place: int) -> int:
 def tokenize_file(tokenizer: Any, path: str | Path, *, max_tokens: int, sequence_length: int) -> torch.Tensor:
     """Return the first ``max_tokens`` token ids (1-D int64) of a file: text or JSON lines, as ``calibration_windows``.
 
-    Local.
+    Where the tokenizer begins texts with a token, so does each window, which are all that is returned then. Local.
 
     Raises:
         FileNotFoundError: no such file.
@@ -267,7 +284,11 @@ def tokenize_file(tokenizer: Any, path: str | Path, *, max_tokens: int, sequence
         raise ValueError(
             f"{path} holds {len(ids)} tokens; an evaluation needs at least one window of {sequence_length}"
         )
-    return torch.tensor(ids, dtype=torch.int64, device="cpu")
+    line, first = torch.tensor(ids, dtype=torch.int64, device="cpu"), first_token(tokenizer, sequence_length)
+    if not first:
+        return line
+    length = sequence_length - 1
+    return behind(first, line[: len(line) // length * length].view(-1, length)).flatten()
 
 
 @contextmanager

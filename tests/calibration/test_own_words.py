@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -167,6 +168,24 @@ def test_kinds_of_windows(model_folder: Path) -> None:
     assert torch.equal(words[3::2, : len(opening)], torch.tensor([opening]).repeat(3, 1))
     words = own_words(model, 300, 9, tokenizer=tokenizer)  # a chat needs more room than its opening
     assert set(words[::3, 0].tolist()) == {*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids} - {0, 1, 2}
+
+
+def test_texts_begin_as_the_tokenizers_do(model_folder: Path) -> None:
+    model, tokenizer = load_model(model_folder), load_tokenizer(model_folder)
+    tokenizer.chat_template = CHAT
+    plain = texts_of(model, tokenizer, None, LINES, 9, 64, 0)
+    first = tokenizer.bos_token_id = 2
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="B $A",
+        special_tokens=[("B", first)],
+    )
+    begun = texts_of(model, tokenizer, None, LINES, 9, 64, 0)
+    for with_it, without in zip(begun, plain, strict=True):
+        assert (with_it.prompts[:, 0] == first).all()
+        assert torch.equal(with_it.prompts[:, 1:], without.prompts)
+    words = own_words(model, 9, 64, tokenizer=tokenizer, top_k=1)
+    assert all(torch.equal(row[None], likeliest(model, row[None], 30)) for row in words[2::3])  # chats
+    assert (texts_of(model, tokenizer, None, None, 3, 2, 0)[0].prompts != first).all()  # no room
 
 
 def check_begun(model: nn.Module, tokenizer: Any, words: torch.Tensor) -> None:
