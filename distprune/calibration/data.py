@@ -150,13 +150,13 @@ class Batches:
 
     def __init__(self, tokenizer: Any, path: str | Path, *, batch_size: int, length: int, seed: int) -> None:
         self._tokenizer, self._path, self._seed = tokenizer, Path(path), seed
-        self._batch_size, self._length = batch_size, length
+        self._batch_size, self._length, self._first = batch_size, length, first_token(tokenizer, length)
         self._ids: torch.Tensor | None = None
         with open_text(self._path, "text file") as file:
             if is_drawn_by_place(self._path, batch_size, length):
                 return
             self._ids = torch.tensor(tokens_of(tokenizer, self._path, file), dtype=torch.int64, device="cpu")
-        if len(self._ids) < length:
+        if len(self._first) + len(self._ids) < length:
             raise ValueError(
                 f"{path} holds {len(self._ids)} tokens, less than one window of {length}: give more text, or ask for "
                 "shorter windows"
@@ -167,15 +167,14 @@ class Batches:
         seed = _seed_of(self._seed, step)
         if self._ids is None:
             return TextFile(self._tokenizer, self._path).draw(self._batch_size, self._length, seed)
-        first = first_token(self._tokenizer, self._length)
-        length = self._length - len(first)
+        length = self._length - len(self._first)
         starts = torch.randint(
             len(self._ids) - length + 1,
             (self._batch_size, 1),
             generator=torch.Generator().manual_seed(seed),
             device="cpu",
         )
-        return behind(first, self._ids[starts + torch.arange(length, device="cpu")])
+        return behind(self._first, self._ids[starts + torch.arange(length, device="cpu")])
 
     def digest(self) -> str:
         """Return a digest of the tokens; of a file that is drawn from by place, of its size and the first batch."""
