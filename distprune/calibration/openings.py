@@ -92,7 +92,7 @@ def texts_of(
     can_chat = 0 < len(opening) < length - len(first) and max(opening) < vocabulary
     kinds = ["tokens"] if prompts is None or not begun else []
     if begun:
-        kinds += ["beginnings", "chats" if can_chat else "beginnings"]
+        kinds += ["beginnings", *kinds, "chats" if can_chat else "beginnings"]
     generator = generator_of(seed)
     num_texts = max(1, min(_NUM_TEXTS, length // _LEAST))  # of a window
     text_length = -(-length // num_texts)

@@ -84,9 +84,10 @@ def own_words(
     >>> own_words(llama, 2, 6).shape
     torch.Size([2, 6])
 
-    By the ``generate`` of transformers. Windows that continue no ``prompts`` are in turn of several kinds (see
-    ``calibration/openings.py``): four texts, or fewer of 32 tokens or more, that begin with random tokens; four that
-    begin as documents of many kinds do; and, where the tokenizer has a chat template, one that begins as a user's turn.
+    By the ``generate`` of transformers. Windows that continue no ``prompts`` are of several kinds (see
+    ``calibration/openings.py``): every other one holds four texts, or fewer of 32 tokens or more, that begin with
+    random tokens; the rest are in turn four that begin as documents of many kinds do and, where the tokenizer has a
+    chat template, one that begins as a user's turn.
     The end-of-sequence token does not end a text: documents follow each other. To be given to
     :func:`distprune.prune_blocks` and others as ``samples``.
 

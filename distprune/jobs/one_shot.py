@@ -47,7 +47,7 @@ class OneShotJob(PruningJob, CalibratedJob):
         refit: Fit each pruned block as a whole to the dense model's (the default with dense targets), or none.
         permute: channels: for N:M, put them in the order in which most is kept (the default with dense targets); or
             none.
-        epochs: How often all windows are gone through where blocks are fitted (3): more take longer, and are better.
+        epochs: How often all windows are gone through where blocks are fitted (4): more take longer, and are better.
         expert_memory: Of a mixture: memory for the sums of experts that a rank prunes at a time.
     """
 

@@ -74,7 +74,7 @@ def prune_blocks(
         target_share: how much of the way to dense targets; half by default.
         refit: ``"block"``, with dense targets: blocks are then fitted as a whole; or ``"none"``.
         permute: ``"channels"``, for N:M with dense targets: these move first; or ``"none"``.
-        epochs: how often all samples are gone through where blocks are fitted: three times by default.
+        epochs: how often all samples are gone through where blocks are fitted: four times by default.
         group: ranks that take part.
         offload: keep activations on the CPU between blocks.
         batch_tokens: samples of so many tokens run together; by default 8,192 to 65,536, or fewer on the CPU.

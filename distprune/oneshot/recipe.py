@@ -27,7 +27,7 @@ TargetsOf = Literal["own", "dense"]
 BlockRefit = Literal["block", "none"]
 Permute = Literal["channels", "none"]
 
-EPOCHS = 3  # each takes three forwards of a block; more come nearer to the dense model
+EPOCHS = 4  # each takes three forwards of a block; more come nearer to the dense model
 _TARGET_SHARE = 0.5  # of the way to dense targets
 _Choice = TypeVar("_Choice", bound=str)
 

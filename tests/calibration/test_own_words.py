@@ -167,7 +167,7 @@ def test_kinds_of_windows(model_folder: Path) -> None:
     assert set(words[2::2, 0].tolist()) <= set(known)
     assert torch.equal(words[3::2, : len(opening)], torch.tensor([opening]).repeat(3, 1))
     words = own_words(model, 300, 9, tokenizer=tokenizer)  # a chat needs more room than its opening
-    assert set(words[::3, 0].tolist()) == {*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids} - {0, 1, 2}
+    assert set(words[::2, 0].tolist()) == {*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids} - {0, 1, 2}
 
 
 def test_texts_begin_as_the_tokenizers_do(model_folder: Path) -> None:
@@ -184,7 +184,7 @@ def test_texts_begin_as_the_tokenizers_do(model_folder: Path) -> None:
         assert (with_it.prompts[:, 0] == first).all()
         assert torch.equal(with_it.prompts[:, 1:], without.prompts)
     words = own_words(model, 9, 64, tokenizer=tokenizer, top_k=1)
-    assert all(torch.equal(row[None], likeliest(model, row[None], 30)) for row in words[2::3])  # chats
+    assert all(torch.equal(row[None], likeliest(model, row[None], 30)) for row in words[3::4])  # chats
     assert (texts_of(model, tokenizer, None, None, 3, 2, 0)[0].prompts != first).all()  # no room
 
 
@@ -231,7 +231,7 @@ def test_what_begins_with_tokens_that_the_model_does_not_know_is_left_out(model_
     assert max(chat_opening(tokenizer)) >= size
     assert max(map(max, beginnings(tokenizer, None))) >= size
     kinds = texts_of(model, tokenizer, None, None, 9, 32, 0)
-    assert [text.windows for text in kinds] == [[0, 3, 6], [1, 2, 4, 5, 7, 8]]
+    assert [text.windows for text in kinds] == [[0, 2, 4, 6, 8], [1, 3, 5, 7]]
     assert own_words(model, 9, 32, tokenizer=tokenizer).max() < size
     with pytest.raises(ValueError, match="outside the model's vocabulary of 67"):
         own_words(model, 9, 32, tokenizer=tokenizer, beginnings=["def"])
