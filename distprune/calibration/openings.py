@@ -85,11 +85,11 @@ def texts_of(
         raise ValueError(f"beginnings={lines!r} must be a list of texts, one at least, and needs a tokenizer")
     num_given = 0 if prompts is None else len(prompts)
     texts = [] if prompts is None else [Texts(prompts.cpu(), length, list(range(num_given)))]
-    opening, begun = chat_opening(tokenizer), [] if tokenizer is None else beginnings(tokenizer, lines)
     first = first_token(tokenizer, length - 1)  # there must be room behind it and another one
+    opening, begun = first + chat_opening(tokenizer), [] if tokenizer is None else beginnings(tokenizer, lines)
     vocabulary = vocabulary_of(model)
-    begun = [ids for ids in begun if lines is not None or ids[0] < vocabulary]
-    can_chat = 0 < len(opening) < length - len(first) and max(opening) < vocabulary
+    begun = [first + ids for ids in begun if lines is not None or ids[0] < vocabulary]
+    can_chat = len(first) < len(opening) < length and max(opening) < vocabulary
     kinds = ["tokens"] if prompts is None or not begun else []
     if begun:
         kinds += ["beginnings", *kinds, "chats" if can_chat else "beginnings"]
@@ -97,21 +97,19 @@ def texts_of(
     num_texts = max(1, min(_NUM_TEXTS, length // _LEAST))  # of a window
     text_length = -(-length // num_texts)
     for line, ids in zip(lines, begun, strict=True) if lines else ():
-        if not ids or not len(first + ids) < text_length:
-            num = len(first + ids)
-            raise ValueError(f"the beginning {line[:40]!r} has {num} tokens, where a text has {text_length}")
+        if not len(first) < len(ids) < text_length:
+            raise ValueError(f"the beginning {line[:40]!r} has {len(ids)} tokens, where a text has {text_length}")
     for kind in dict.fromkeys(kinds[: samples - num_given]):
         windows = [i for i in range(num_given, samples) if kinds[(i - num_given) % len(kinds)] == kind]
         num = len(windows) * num_texts
         if kind == "chats":
-            chats = torch.tensor([first + opening] * len(windows), dtype=torch.int64, device="cpu")
+            chats = torch.tensor([opening] * len(windows), dtype=torch.int64, device="cpu")
             texts.append(Texts(chats, length, windows))
         elif kind == "tokens":
             tokens = behind(first, random_tokens(model, num, generator, tokenizer))
             texts.append(Texts(tokens, text_length, windows))
         else:
-            rows = [torch.tensor(first + ids, dtype=torch.int64, device="cpu") for ids in begun]
-            starts = pad_sequence(rows, True, -1)
+            starts = pad_sequence([torch.tensor(ids, dtype=torch.int64, device="cpu") for ids in begun], True, -1)
             order = torch.randperm(num, generator=generator, device="cpu") % len(starts)
             texts.append(Texts(starts[order], text_length, windows))
     return texts
