@@ -60,7 +60,7 @@ def main() -> None:
             )
             before = perplexities_of(pruned)
             for number, (trainer, (has_text, is_taught)) in enumerate(TRAINERS.items()):
-                data = ("--data", calibration) if has_text else ("--samples", str(NUM_OWN))
+                data = ("--data", calibration) if has_text else ("--own-words", str(NUM_OWN))
                 teacher = ("--teacher", str(demo_model())) if is_taught else ()
                 report = launch(
                     *("finetune", pruned, *data, "--minutes", str(arguments.minutes)),
@@ -71,6 +71,7 @@ def main() -> None:
                 figures = [f"{of[kind]:.2f}" for kind in KINDS for of in (dense, before, after)]
                 share = f"{training['num_zeros'] / training['num_elements']:.2%}"
                 rows.append((pattern, trainer, *figures, str(training["num_steps"]), share))
+                print(*rows[-1], sep=" | ", flush=True)
     notes = (
         f"distprune prune --method {arguments.method} with {NUM_SAMPLES} windows of {LENGTH} tokens and its defaults, "
         f"then {arguments.minutes:g} minutes of distprune finetune with its defaults, on {NUM_RANKS} ranks of one "

@@ -288,7 +288,7 @@ def demo(bench: Bench) -> None:
     what = "SmolLM2-135M" if is_there else "A model of SmolLM2-135M's sizes, random weights"
     say(f"## {what}, float32, 2:4 by default\n")
     say(table(("windows", "own words, s", "pruning, s", "first block, s", "the others, each"), []))
-    for num, length, num_words in [(2, 64, 2)] if bench.is_small else [(16, 256, 96), (128, 2048, 96)]:
+    for num, length, num_words in [(2, 64, 2)] if bench.is_small else [(16, 256, 96), (64, 1024, 96)]:
         if is_there:
             from transformers import AutoModelForCausalLM
 
