@@ -17,7 +17,7 @@ from distprune.collectives.communicator import Group, communicator
 from distprune.models.cross_entropy import token_chunk
 from distprune.models.evaluating import evaluating, keeping_weights
 from distprune.models.find_shards import check_model
-from distprune.models.runnable import check_runs_on_tokens, run_on_tokens
+from distprune.models.runnable import check_runs_on_tokens, logits_on_tokens
 from distprune.shards.device import fetched, sent
 from distprune.shards.fsdp2_forward import reset_forward
 from distprune.shards.in_step import in_step
@@ -162,7 +162,7 @@ def log_likelihoods(
             longest = len(some[0].inputs)
             rows = [one.inputs.tolist() + [0] * (longest - len(one.inputs)) for one in some]
             input_ids = sent(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
-            logits = run(run_on_tokens, model, input_ids=input_ids, use_cache=False).logits
+            logits = run(logits_on_tokens, model, input_ids=input_ids, use_cache=False)
             if counts:
                 scores[index] = _scores(logits, some)
             if progress is not None:

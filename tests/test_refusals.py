@@ -146,7 +146,9 @@ def over_time(model: nn.Module, **arguments: Any) -> None:
     prune.SparseTraining(model, torch.optim.SGD(model.parameters()), **given)
 
 
-def no_gradient(score: str, model: nn.Module) -> None:
+def no_gradient(score: str, model: nn.Module, frozen: str = "") -> None:
+    if frozen:
+        model.get_parameter(frozen).requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters())
     training = prune.SparseTraining(model, optimizer, schedule=prune.constant(0.5), score=score, include=INCLUDE)
     try:
@@ -283,6 +285,8 @@ REFUSED: list[Row] = [
         ValueError,
         "there is no sparsity for",
     ),
+    (partial(trained, partial(over_time, schedule=[0.1, 0.5].__getitem__)), ValueError, "has nothing for step 2"),
+    (partial(trained, partial(no_gradient, "taylor", frozen="layers.0.attention.q.weight")), ValueError, "is frozen"),
     (frozen, ValueError, r"are frozen .*as under PEFT's adapters.*merge_adapters"),
     (partial(straight, None), TypeError, "expected a torch.optim.Optimizer"),
     (partial(trained, other_optimizer), ValueError, "none of the 8 pruned parameters is among those of SGD"),
@@ -298,11 +302,7 @@ REFUSED: list[Row] = [
         TypeError,
         "counts the steps",
     ),
-    (
-        partial(trained, lambda _: prune.Regrow(stop=10, every=1, by="gradient")),
-        ValueError,
-        "every=1 would leave no step",
-    ),
+    (partial(trained, lambda _: prune.Regrow(stop=10, every=1)), ValueError, "every >= 2, for what grew must be"),
     (partial(straight, pattern="row"), ValueError, "pattern='row' does not say how much is pruned"),
     (partial(straight, pattern="2;4"), ValueError, "pattern='2;4' is not known"),
     (partial(straight, pattern=NByM(2, 8)), ValueError, "'layers.0.attention.q.weight'"),

@@ -35,7 +35,7 @@ from distprune.models.evaluating import evaluating, keeping_weights, needing_gra
 from distprune.models.experts import expert_gradients
 from distprune.models.find_shards import bare_model
 from distprune.models.linear_layers import LinearLayer
-from distprune.models.runnable import run_on_tokens
+from distprune.models.runnable import logits_on_tokens
 from distprune.shards.device import are_finite, batches, fetched
 from distprune.shards.in_step import in_step
 
@@ -146,7 +146,7 @@ class _BackwardListener:
         """Run a batch forward and backward, and take in what it says, if it is no padding."""
         self._counts = bool(batch.windows)
         try:
-            logits = run_on_tokens(model, **batch.inputs).logits
+            logits = logits_on_tokens(model, **batch.inputs)
         finally:
             self._counts = False
         check_logits(logits, getattr(getattr(model, "config", None), "vocab_size", None))

@@ -90,9 +90,10 @@ def _cut(ids: list[int], source: str, num_windows: int | None, length: int, gene
     there = len(ids) // length
     wanted = there if num_windows is None else num_windows
     if wanted > there or not there:
+        fewer = f"at most {there} samples" if there else "shorter ones"
         raise ValueError(
             f"{source} holds {len(ids)} tokens; {max(wanted, 1)} samples of {length} tokens need "
-            f"{max(wanted, 1) * length}: give more text, or ask for at most {there} samples"
+            f"{max(wanted, 1) * length}: give more text, or ask for {fewer}"
         )
     windows = torch.tensor(ids[: there * length], dtype=torch.int64, device="cpu").view(there, length)
     return windows[torch.randperm(there, generator=generator, device="cpu")[:wanted].sort().values]
@@ -300,7 +301,7 @@ def open_text(path: Path, what: str) -> Iterator[TextIO]:
         ValueError: the body meets something that is not UTF-8.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"there is no {what} {path}")
+        raise FileNotFoundError(f"there is no {what} {path}{', which is a directory' if path.is_dir() else ''}")
     try:
         with path.open(encoding=_ENCODING) as file:
             yield file

@@ -330,7 +330,8 @@ def _tensors_left(
             new_names |= {region.name: _renumbered(region.name, old, new) for region in parts}
     absent = [name for name in new_names.values() if name not in state]
     if absent:
-        raise ValueError(f"the model has no {absent[:5]} ({len(absent)} in all), which {source.path} holds")
+        way = "; if layers were removed, say layers=, as Shrunk.layers does" if layers is None else ""
+        raise ValueError(f"the model has no {absent[:5]} ({len(absent)} in all), which {source.path} holds{way}")
     check_complete(state, source.path, new_names.values())
     shapes = {old: tuple(state[name].shape) for old, name in new_names.items()}
     if shapes == {name: extents(parts) for name, parts in regions_by_name(regions.values()).items()}:

@@ -124,10 +124,18 @@ def _converted(converter: Any, name: str, model: Any) -> dict[str, Placed]:
     return {target: placed[0] if isinstance(placed, list) else placed for target, placed in made.items()}
 
 
+def _ignored(model: Any) -> list[re.Pattern[str]]:
+    """Return the names that ``PreTrainedModel._adjust_missing_and_unexpected_keys`` of transformers leaves out."""
+    patterns, buffers = {*(model._keys_to_ignore_on_load_unexpected or ())}, [name for name, _ in model.named_buffers()]
+    old = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}  # once stored
+    patterns |= {old[end] for end in old if any(name.endswith(end) for name in buffers)}
+    return [re.compile(pattern) for pattern in patterns]
+
+
 def model_regions(model: Any, shapes: Mapping[str, Sequence[int]], path: Path) -> Regions:
     """Return where in ``model`` every tensor of the checkpoint ``path`` is, in the order of their ``shapes``. Local.
 
-    Tensors that transformers leaves out on loading (its ``_keys_to_ignore_on_load_unexpected``) are left out here too.
+    Tensors that transformers leaves out on loading are left out here too.
 
     Raises:
         NotImplementedError: a tensor is stored in another form than the model holds it, which transformers converts
@@ -162,7 +170,7 @@ def model_regions(model: Any, shapes: Mapping[str, Sequence[int]], path: Path) -
             raise ValueError(f"{path}: {error}") from error
     regions: Regions = defaultdict(list)
     unexpected: list[str] = []
-    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    ignored = _ignored(model)
     for name, made in placed:
         for region in made.regions:
             if name in state:

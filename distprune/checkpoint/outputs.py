@@ -139,7 +139,8 @@ def check_output(target: str | Path, *, overwrite: bool = False, inputs: Inputs 
         if any(path.iterdir()):
             if not overwrite:
                 raise FileExistsError(
-                    f"the output directory {path} exists and is not empty; name another or pass overwrite=True"
+                    f"the output directory {path} exists and is not empty; name another or pass overwrite=True "
+                    "(--overwrite)"
                 )
             _check_replaceable(path, inputs)
         if os.path.ismount(path):

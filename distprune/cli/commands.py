@@ -83,7 +83,8 @@ def add_command(
     for key, option in sorted(options.items(), key=lambda item: PANELS.index(item[1].panel)):
         only = [flag for flag, table in tables.items() if key in table]
         goes_with = f" Only with {' or '.join(only)}." if only and "" not in only and option.flag not in only else ""
-        parameters.append(_parameter(key, replace(option, help=option.help + goes_with)))
+        # What asks for a job by its flag has its default there alone.
+        parameters.append(_parameter(key, replace(option, help=option.help + goes_with), option.flag not in tables))
     start.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     app.command(name, help=help, epilog=as_epilog(examples))(start)
 
@@ -118,7 +119,7 @@ def _asking(tables: Mapping[str, Mapping[str, Option]], kind: str, given: Mappin
     return kind if kind in asking else next(iter(asking.values()), kind)
 
 
-def _parameter(key: str, option: Option) -> inspect.Parameter:
+def _parameter(key: str, option: Option, shows_default: bool) -> inspect.Parameter:
     """Return the parameter of which typer makes the option."""
     hint: Any = option.hint
     default, flags = option.default, option.flag
@@ -132,7 +133,9 @@ def _parameter(key: str, option: Option) -> inspect.Parameter:
     elif hint is bool:
         flags += f"/--no-{flags.removeprefix('--')}"
     metavar = option.metavar or ("PATH" if option.is_file else None)
-    about: Any = typer.Option(flags, help=option.help, metavar=metavar, rich_help_panel=option.panel)
+    about: Any = typer.Option(
+        flags, help=option.help, metavar=metavar, rich_help_panel=option.panel, show_default=shows_default
+    )
     if key == "model":
         about = typer.Argument(help=option.help, metavar="MODEL")
     annotation: Any = Annotated[hint | None if default is None else hint, about]

@@ -92,7 +92,8 @@ def summary(report: JobReport[Work] | PlannedWalk | Sampled | InspectReport) -> 
 
 def _of_job(report: JobReport[Work]) -> list[str]:
     job, output = report.job, report.job.output
-    words = ["finetune", output, "--teacher", job.model, "--minutes", "10", "--output", f"{output}-finetuned"]
+    words = ["finetune", output, "--teacher", job.model, "--minutes", "10"]
+    words += ["--output", f"{output.rstrip('/')}-finetuned"]
     if isinstance(report.work, Trained):
         words = ["compare", job.model, output] if (report.model / REPORT_NAME).is_file() else ["inspect", output]
     written = ("output", f"{output} (report.json there has all)")
@@ -107,7 +108,8 @@ def _of_sample(sampled: Sampled) -> list[str]:
         *memory_rows(sampled.peak_memory),
         ("output", str(sampled.path)),
     ]
-    words = ["prune", sampled.model, "--sparsity", "0.5", "--own-words", str(sampled.path), "--output", "pruned"]
+    words = ["prune", sampled.model, "--sparsity", "0.5", "--own-words", str(sampled.path)]
+    words += ["--sequence-length", str(sampled.sequence_length), "--output", "pruned"]
     return [f"{name_of_model(Path(sampled.model))}, own words written", *laid_out(shown), _next(words)]
 
 

@@ -190,10 +190,16 @@ class BareJob:
     def flags(self, *, deciding: bool = False) -> dict[str, Any]:
         """Return :meth:`arguments` under the names of the command line, for the ranks to agree on.
 
-        ``deciding``: those alone that decide what comes out, for which a resumed job must be asked again.
+        ``deciding``: those alone that decide what comes out, for which a resumed job must be asked again; a path may be
+        spelled otherwise then.
         """
         options, values = options_of(type(self)), self.arguments()
-        return {option.flag: values[name] for name, option in options.items() if option.decides or not deciding}
+        if not deciding:
+            return {option.flag: values[name] for name, option in options.items()}
+        for name in (name for name, option in options.items() if option.is_file and isinstance(values[name], str)):
+            if name == "output" or os.path.exists(values[name]):  # else it stands for something else
+                values[name] = os.path.realpath(values[name])
+        return {option.flag: values[name] for name, option in options.items() if option.decides}
 
     def check_asked(self) -> None:
         """Raise a TypeError or a ValueError for what is wrong whatever the model and the files are. Local."""
@@ -251,9 +257,9 @@ class Job(BareJob):
 
     @override
     def check(self, *inputs: Path) -> Path:
-        target = Path(self.output)
-        is_left = (unfinished_of(target) / RESULT_NAME).exists()
-        if self.resume and not self.overwrite and (target / REPORT_NAME).is_file() and not is_left:
+        target = Path(os.path.realpath(self.output))
+        is_finished = bool(target.name) and (target / REPORT_NAME).is_file()
+        if self.resume and not self.overwrite and is_finished and not (unfinished_of(target) / RESULT_NAME).exists():
             raise FileExistsError(f"nothing is left to resume: {self.output} is finished, it holds a {REPORT_NAME}")
         return super().check(*inputs)
 

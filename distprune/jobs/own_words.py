@@ -243,7 +243,10 @@ def _fitting(path: str, run: Run, length: int) -> torch.Tensor:
             "other text here; have the model write its own, with distprune sample"
         )
     if own.shape[1] < length:
-        raise ValueError(f"{path} holds windows of {own.shape[1]} tokens, and {length} are wanted")
+        raise ValueError(
+            f"{path} holds windows of {own.shape[1]} tokens, and {length} are wanted: lower sequence_length "
+            "(--sequence-length)"
+        )
     check_fit(own[:, :length], run)
     return own[:, :length].contiguous()
 

@@ -384,7 +384,7 @@ def _make_folder(folder: Path, recipe: Mapping[str, Any]) -> None:
 
 def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], resume: bool) -> None:
     if not resume:
-        raise FileExistsError(f"{folder} is an unfinished job; pass resume=True to go on with it, or remove it")
+        raise FileExistsError(f"{folder} is an unfinished job; resume=True (--resume) goes on with it, or remove it")
     different = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
     if different:
         shown = "; ".join(f"{key}: {before.get(key)!r} then, {now.get(key)!r} now" for key in different)

@@ -6,9 +6,11 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from distprune.models.decoder_blocks import is_encoder_decoder
+from distprune.models.find_shards import bare_model
 from distprune.shards.layouts import local_of
 from distprune.shards.local_shard import no_values
 
@@ -38,17 +40,33 @@ def check_runs_on_tokens(model: nn.Module) -> None:
 
 
 def run_on_tokens(model: nn.Module, **inputs: Any) -> Any:
-    """Return what a forward of ``model`` on token ids puts out.
+    """Return what a forward of ``model`` on token ids puts out; it is told to ``use_cache`` or not if it knows that.
 
     Raises:
         ValueError: it is an encoder-decoder model that does not run on them alone.
     """
+    arguments = inspect.signature(bare_model(model).forward).parameters
+    if not any(name == "use_cache" or one.kind is one.VAR_KEYWORD for name, one in arguments.items()):
+        inputs.pop("use_cache", None)
     try:
         return model(**inputs)
     except (TypeError, ValueError, AttributeError) as error:
         if not is_encoder_decoder(model):
             raise
         raise does_not_run(model, error) from error
+
+
+def logits_on_tokens(model: nn.Module, **inputs: Any) -> torch.Tensor:
+    """Return the logits (samples, tokens, vocabulary) that ``model`` puts out, by themselves or as ``logits``.
+
+    Raises:
+        ValueError: as :func:`run_on_tokens` does, or there are none.
+    """
+    output = run_on_tokens(model, **inputs)
+    logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
+    if not isinstance(logits, torch.Tensor):
+        raise ValueError(f"{type(model).__name__} puts out no logits: load it with its language-model head")
+    return logits
 
 
 def does_not_run(model: nn.Module, error: Exception) -> ValueError:

@@ -336,6 +336,8 @@ def gradients_there(model: nn.Module, shards: Sequence[LocalShard]) -> list[torc
     gradients = []
     for shard, gradient in zip(shards, gradients_of(shards, model.parameters()), strict=True):
         if gradient is None:
+            if shard.tensor is not None and not shard.tensor.requires_grad:
+                raise ValueError(f"{shard.name!r} is frozen, and has no gradient: leave it out with exclude")
             raise ValueError(
                 f"{shard.name!r} has no gradient that is reduced over the ranks; call backward() first, not under "
                 "no_sync(), and before zero_grad(), or give evidence"

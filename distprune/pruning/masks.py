@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, final, overload
+from typing import Any, Literal, final, overload
 
 import torch
 from torch import nn
@@ -58,7 +58,7 @@ class Masks(Mapping[str, torch.Tensor]):
     A mask has its parameter's layout: a DTensor if the parameter is one; on FSDP1 and for rows spread by hand the local
     part alone. Later changes of the model do not change it. ``torch.distributed.checkpoint`` saves ``dict(masks)``, but
     for those local parts, and loads into it in place, at another number of ranks too. Every rank of the group that
-    chose the masks must call ``&``, ``|``, ``^`` and the methods that say so.
+    chose the masks must call ``&``, ``|``, ``^`` and the methods that say so. Masks keep the weights they are of alive.
 
     >>> model = torch.nn.Linear(4, 4)
     >>> masks = compute_masks(model, 0.5)
@@ -131,6 +131,16 @@ class Masks(Mapping[str, torch.Tensor]):
     @override
     def __len__(self) -> int:
         return len(self._local)
+
+    def __deepcopy__(self, _: Any) -> Masks:
+        """Return masks of the same model, which is not copied."""
+        return Masks(
+            self._comm, self._roster, [*self._shards.values()], [local.clone() for local in self._local.values()]
+        )
+
+    @override
+    def __reduce__(self) -> Any:
+        raise TypeError("masks belong to a model; keep them in a file by masks.save(path), or dict(masks)")
 
     @override
     def __repr__(self) -> str:

@@ -7,8 +7,10 @@ leaves a model that has to be loaded again.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -101,9 +103,13 @@ def _follow(model: nn.Module, smaller: Smaller) -> None:
     """Let the attributes of modules and the configuration say the new sizes."""
     for (path, name), (_, after) in smaller.attributes.items():
         setattr(model.get_submodule(path), name, after)
-    text = text_config(model)
-    configs = {id(c): c for module in model.modules() if type(c := getattr(module, "config", None)) is type(text)}
-    for config in ({id(text): text} | configs).values():
+    kind, copies = type(text_config(model)), dict[int, Any]()
+    for module in model.modules():  # another model may have been made of the same configuration
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "model_type"):
+            module.config = copy.deepcopy(config, copies)
+    configs = {id(c): c for module in model.modules() if type(c := getattr(module, "config", None)) is kind}
+    for config in ({id(text := text_config(model)): text} | configs).values():
         for name, value in smaller.fields.items():
             setattr(config, name, value)
 

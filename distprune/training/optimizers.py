@@ -225,7 +225,8 @@ def only_makes_state(comm: Communicator, optimizer: Optimizer) -> bool:
 
     torch.distributed.checkpoint makes the state of a fresh optimizer by a step at rate 0, with gradients of zero.
     """
-    if any(float(group.get("lr", 1)) != 0 for group in optimizer.param_groups):
+    # Adafactor's is None where it chooses it by itself.
+    if any(rate is None or float(rate) != 0 for rate in (group.get("lr") for group in optimizer.param_groups)):
         return False
     gradients = [local_of(parameter.grad) for parameter in parameters_of(optimizer) if parameter.grad is not None]
 

@@ -46,8 +46,10 @@ class Regrow:
 
     ``by="random"``: any grow (SET, arXiv 1707.04780). ``"gradient"``: those whose gradient is the largest (RigL, arXiv
     1911.11134, section 3). As in RigL's code (google-research/rigl), the gradients that choose are not stepped on: at
-    such a step the optimizers find no gradients, so that weights, moments and weight decay stand still, and ``every``
-    is at least 2.
+    such a step the optimizers find no gradients, so that weights, moments and weight decay stand still.
+
+    What grew is zero at first, and zeros are pruned first: so once weights have moved, :class:`SparseTraining` prunes
+    further at the steps at which they move, and again at any step when those that moved last have had ``every`` steps.
 
     Measured on text (``benchmarks/bench_recipes.py``), growth by gradient did worse than zeros that never move: more
     than half of it fell into a tenth of the rows. Hence the default.
@@ -56,7 +58,7 @@ class Regrow:
     keeps them beside the model, is :class:`StraightThrough` (SR-STE).
 
     Raises:
-        ValueError: on construction: a share out of range, or steps that are not positive.
+        ValueError: on construction: a share out of range, steps that are not positive, or every step.
     """
 
     stop: int
@@ -66,17 +68,21 @@ class Regrow:
 
     def __post_init__(self) -> None:
         check_share(float(self.fraction), "fraction")
-        if self.every < 1 or self.stop < 1:
-            raise ValueError(f"regrowth needs every >= 1 and stop >= 1, not every={self.every}, stop={self.stop}")
-        _check_by(self.by)
-        if self.by == "gradient" and self.every == 1:
+        if self.every < 2 or self.stop < 1:
             raise ValueError(
-                "every=1 would leave no step to train: none is taken where gradients choose; use every=100"
+                "regrowth needs stop >= 1 and every >= 2, for what grew must be trained before the smallest go, not "
+                f"every={self.every}, stop={self.stop}"
             )
+        _check_by(self.by)
 
     def is_due(self, step: int) -> bool:
         """Return whether weights move at ``step``."""
         return 0 < step < self.stop and step % self.every == 0
+
+    def pruned_at(self, step: int) -> int:
+        """Return the last step, ``step`` at most, at which what grew before was trained for ``every`` steps."""
+        last = min(step, self.stop - 1) // self.every * self.every
+        return last if last > 0 and step < last + self.every else step
 
     def share(self, step: int) -> float:
         """Return the share of the kept weights that move at ``step``."""

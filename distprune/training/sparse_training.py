@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -124,7 +124,7 @@ class SparseTraining:
             check_seed(seed)
             if regrow is not None and not isinstance(regrow, Regrow):
                 raise TypeError(f"regrow takes a Regrow, such as Regrow(stop=1000), not {regrow!r}")
-            levels += (self._levels(step) for step in range(_NUM_CHECKED_STEPS))
+            levels += self._first_levels()
             for before, after in itertools.pairwise(levels):
                 check_rise(before, after)
             self._last_checked = levels[-1]
@@ -222,7 +222,20 @@ class SparseTraining:
             )
 
     def _levels(self, step: int) -> list[float]:
-        return [float(schedule(step)) for schedule in self._schedules]
+        """Return what there is to be pruned to at ``step``; nothing moves before anything is pruned."""
+        steps = [step] if self._regrow is None else [self._regrow.pruned_at(step), step]
+        by_step = ([float(schedule(at)) for schedule in self._schedules] for at in steps)
+        return next((levels for levels in by_step if any(levels)), [0.0] * len(self._schedules))
+
+    def _first_levels(self) -> Iterator[list[float]]:
+        for step in range(_NUM_CHECKED_STEPS):
+            try:
+                yield self._levels(step)
+            except LookupError as error:
+                raise ValueError(
+                    f"the schedule has nothing for step {step} ({error!r}): it is asked for the first "
+                    f"{_NUM_CHECKED_STEPS:,} steps, however many are made"
+                ) from error
 
     def _sparsity(self, levels: Sequence[float]) -> float | Mapping[str, float] | None:
         """Return what ``levels`` of the schedules ask for, beside the pattern."""

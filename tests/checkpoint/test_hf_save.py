@@ -266,13 +266,14 @@ def test_a_smaller_model_than_its_source(tmp_path: Path, architecture: str) -> N
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
+        (None, r"the model has no \['model.layers.2.*if layers were removed, say layers="),
         ((0, 1, 2), r"the model has no \['model.layers.2"),
         ((0,), "lacks 9 tensors that the model calls for: missing"),
         ((0, 4), "lacks 9 tensors that the model calls for: missing"),
         ((0, 3), r"down_proj.weight'\], is \[20, 27\] in this Llama.*, and \[20, 28\] in the model of its config"),
     ],
 )
-def test_a_smaller_model_that_is_not_as_said(tmp_path: Path, layers: tuple[int, ...], message: str) -> None:
+def test_a_smaller_model_that_is_not_as_said(tmp_path: Path, layers: tuple[int, ...] | None, message: str) -> None:
     source = open_directory(make_model(tmp_path / "model", num_hidden_layers=4))
     model: Any = load_model(make_model(tmp_path / "small", num_hidden_layers=2, intermediate_size=27))
     model.config.intermediate_size = 28

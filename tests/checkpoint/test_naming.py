@@ -58,6 +58,20 @@ def test_tensors_that_transformers_leaves_out(tmp_path: Path) -> None:
     assert torch.equal(reference_logits(tmp_path / "out"), reference_logits(folder))
 
 
+def test_buffers_that_were_stored_once(tmp_path: Path) -> None:
+    """As in checkpoints of Llama 2 and of Pythia."""
+    folder = make_model(tmp_path / "model", "llama")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, path, {"format": "pt"})
+    assert torch.equal(logits(load_model(folder)), reference_logits(folder))
+    load_and_save(folder, tmp_path / "out", 2)
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == tensors.keys()
+    save_file({**tensors, "model.layers.0.self_attn.freq": torch.ones(4)}, path, {"format": "pt"})
+    with pytest.raises(ValueError, match="1 tensors that are unexpected"):
+        load_model(folder)
+
+
 def test_experts_that_transformers_leaves_out(tmp_path: Path) -> None:
     """Layers beside the model, which predict more tokens; their experts are stored apart, too."""
     model: Any = family_model("deepseek_v3")

@@ -26,6 +26,7 @@ from distprune.jobs import (
 )
 from distprune.jobs.options import REPORT_NAME
 from distprune.jobs.picture import mean_error
+from distprune.jobs.sample import Sampled
 from tests.cli.command import Command
 from tests.small_job import STAGES, block_entry, small_job
 
@@ -87,6 +88,14 @@ def test_the_report_its_summary_and_its_table(
     lines = lines_of(capsys.readouterr().out)
     assert "  peak memory  5 MiB, in the largest of 2 processes" in lines
     assert "  on a device  1,024 MiB, in the largest of 2 processes" in lines
+
+
+def test_what_comes_next_can_be_run(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = summary(run_prune_job(PruneJob(model=f"{model_folder}/", output="out/", sparsity=0.5)))
+    assert lines[-1].endswith("--output out-finetuned")
+    lines = summary(Sampled("dense", Path("words"), 4, 256, 1.0))
+    assert lines[-1].endswith("--own-words words --sequence-length 256 --output pruned")
 
 
 def test_the_summary_of_a_fine_tuning(

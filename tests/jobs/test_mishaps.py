@@ -76,7 +76,7 @@ def test_killed_it_goes_on_also_on_other_ranks(
     assert not Path(job.output).exists()
     before, others = files(left(job)), OTHERS[kind] if item else {}
     if item:
-        pool.all_say(second, run_on_rank, job, match="^FileExistsError: .*pass resume=True to go on with it")
+        pool.all_say(second, run_on_rank, job, match="^FileExistsError: .*resume=True .--resume. goes on with it")
     for name, value in others.items():
         match = f"^ValueError: .*cannot be resumed, the job was another: --{name.replace('_', '-')}"
         pool.all_say(second, run_on_rank, dataclasses.replace(again, **{name: value}), match=match)

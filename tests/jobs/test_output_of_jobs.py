@@ -60,6 +60,21 @@ def test_sub_folders_come_along(make: Callable[[str], Any], kind: str, monkeypat
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_how_paths_are_spelled_is_no_matter_to_a_killed_job(
+    make: Callable[[str], Any], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make(kind)
+    monkeypatch.chdir(Path(job.model).parent)
+    other = dataclasses.replace(job, output=f"{os.path.relpath(job.output)}/", model=os.path.relpath(job.model))
+    assert other.flags() != job.flags()
+    assert other.flags(deciding=True) == job.flags(deciding=True)
+    assert dataclasses.replace(job, output="others").flags(deciding=True) != job.flags(deciding=True)
+    for output in (".", "/", ""):
+        with pytest.raises(ValueError, match=r"the output .*(write elsewhere|has no name)"):
+            dataclasses.replace(job, output=output, resume=True).check(Path(job.model))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_output_that_another_job_has_filled_is_seen_before_the_work(
     make: Callable[[str], Any], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +114,7 @@ def test_an_output_that_is_filled_while_a_job_works_costs_nothing(
     with pytest.raises(FileExistsError, match="filled by someone else meanwhile"):
         run(job, Fills(job))
     assert files(Path(job.output)) == files(Path(job.model))
-    for again, message in (({}, "pass overwrite=True"), ({"overwrite": True}, "pass resume=True")):
+    for again, message in (({}, "pass overwrite=True"), ({"overwrite": True}, r"resume=True \(--resume\)")):
         with pytest.raises(FileExistsError, match=message):
             run(dataclasses.replace(job, **again))
     with pytest.raises(FileExistsError, match="pass overwrite=True"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,45 @@ def test_a_forward_that_stumbles_before_the_blocks() -> None:
     models = [copy.deepcopy(model) for _ in range(2)]
     said = r"NeedsImages does not run on input_ids alone \('NoneType' object has no attribute 'shape'\)"
     all_raise(2, lambda rank: prune.prune_blocks(models[rank], TOKENS % 11, 0.5), kind=ValueError, match=said)
+
+
+class Residual(nn.Linear):
+    @override
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input + super().forward(input).tanh()
+
+
+class Small(nn.Module):
+    """As people write one: token ids in, logits out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.layers = nn.ModuleList(nn.Sequential(Residual(8, 8)) for _ in range(2))
+
+    @override
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel])
+def test_a_model_of_ones_own(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, ids = Small(), TOKENS % 16
+    logits = model(ids)[:, :-1].flatten(0, 1)
+    loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+    assert prune.perplexity(wrap(model), ids) == pytest.approx(math.exp(loss.item()), rel=1e-5)
+    assert set(prune.allocate(model, ids, 0.5)) == {"layers.0.0", "layers.1.0"}
+    assert prune.prune_blocks(model, ids, 0.5).sparsity == 0.5
+
+
+def test_a_model_without_a_head() -> None:
+    model: Any = family_model("llama").model
+    with pytest.raises(ValueError, match="LlamaModel puts out no logits: load it with its language-model head"):
+        prune.perplexity(model, TOKENS % 11)
 
 
 def offloaded(model: Any, folder: Path) -> Any:

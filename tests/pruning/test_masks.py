@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from collections.abc import Callable
 from functools import partial
@@ -300,6 +302,16 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
         (~masks).save(tmp_path / FILE, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
     assert prune.Masks.load(tmp_path / FILE, decoder()).equal(masks)
+
+
+def test_a_copy_is_of_the_same_model() -> None:
+    model = decoder()
+    masks = prune.compute_masks(model, 0.5)
+    copy.deepcopy(masks).apply_()
+    assert prune.sparsity(model) == 0.5
+    for call in (pickle.dumps, copy.copy):
+        with pytest.raises(TypeError, match=r"keep them in a file by masks.save"):
+            call(masks)
 
 
 @pytest.mark.parametrize("call", ["global_unstructured", "custom_from_mask"])

@@ -171,9 +171,11 @@ LAYERS: dict[str, tuple[str, dict[str, Any], list[int], dict[str, Any]]] = {
 def test_layers_leave_and_the_others_close_up(name: str, tmp_path: Path) -> None:
     architecture, sizes, kept, fields = LAYERS[name]
     model: Any = tiny_model(architecture, **sizes)
-    blocks = [block for _, block in decoder_blocks(model)]
+    blocks, other = [block for _, block in decoder_blocks(model)], type(model)(model.config).eval()
+    before = other(TOKENS).logits
     remove_layers(model, kept)
     assert [block for _, block in decoder_blocks(model)] == [blocks[i] for i in kept]
+    assert torch.equal(other(TOKENS).logits, before)  # a model of the same configuration
     assert {field: getattr(model.config, field) for field in fields} == fields
     again = loaded(model, tmp_path)
     assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)

@@ -186,11 +186,45 @@ def test_equals_the_plain_answer(layout: Layout, world_size: int, cases: list[Co
 def test_without_a_seed_what_grows_is_drawn() -> None:
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    regrow = Regrow(stop=10, every=1)
+    regrow = Regrow(stop=10, every=2)
     training = SparseTraining(model, optimizer, schedule=constant(0.5), regrow=regrow, seed=None)
-    for _ in range(2):
+    for _ in range(3):
         optimizer.step()
     assert training.updates[-1].num_moved
+
+
+@pytest.mark.parametrize("by", BYS)
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_what_grew_is_trained_before_the_schedule_rises(by: GrowBy, is_resumed: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    how: dict[str, Any] = {"schedule": cubic(0.75, stop=30), "regrow": Regrow(stop=55, every=10, by=by)}
+    training, given = SparseTraining(model, optimizer, **how), torch.randn(80, 8, 64)
+    grown = torch.zeros_like(model.weight, dtype=torch.bool)
+    for step, x in enumerate(given):
+        if is_resumed and step == 15:
+            training.remove()
+            state, training = training.state_dict(), SparseTraining(model, optimizer, **how)
+            training.load_state_dict(state)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        kept = model.weight.detach().view(torch.int32) != 0
+        assert bool((kept | ~grown).all()) or (step % 10 == 0 and step < 60), step
+        grown = kept & (model.weight == 0) if step % 10 == 0 else grown
+    assert prune.sparsity(model) == 0.75
+
+
+def test_a_schedule_that_is_behind_what_moves() -> None:
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training = SparseTraining(model, optimizer, schedule=at_once(0.5, step=15), regrow=Regrow(stop=55, every=10))
+    for step in range(16):  # nothing is there to move at step 10
+        assert prune.sparsity(model) == 0.0, step
+        optimizer.step()
+    assert training.updates[0].step == 15
+    assert prune.sparsity(model) == 0.5
 
 
 @pytest.mark.parametrize(

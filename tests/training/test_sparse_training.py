@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers.optimization import Adafactor
 
 import distprune as prune
 from distprune.shards.layouts import local_of
@@ -130,6 +131,16 @@ def test_equals_reparametrized() -> None:
             hold_zeros(model, optimizer, include=INCLUDE)
         losses.append([step(optimizer, Wrapped(model, 0, 1), tokens, clips=True) for tokens in batches(NUM_STEPS)])
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def test_an_optimizer_that_chooses_its_rate() -> None:
+    model = nn.Linear(8, 8)
+    optimizer = Adafactor(model.parameters())  # its learning rate is None
+    training = prune.SparseTraining(model, optimizer, schedule=prune.constant(0.5))
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    assert training.step == 1
+    assert prune.sparsity(model) == 0.5
 
 
 def test_a_step_that_is_set() -> None:
