@@ -22,7 +22,7 @@ LINES = {
     "models": (980, 690),
     "oneshot": (1904, 1440),
     "patterns": (1404, 690),
-    "pruning": (1451, 960),
+    "pruning": (1454, 960),
     "removal": (1544, 1160),
     "scores": (382, 350),
     "selection": (490, 520),

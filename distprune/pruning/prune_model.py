@@ -241,6 +241,9 @@ class Choosing:
             agreed.score = with_seed(as_score(request.score), request.seed)
             pattern = as_pattern(request.pattern, request.sparsity, request.scope)
             found = request.weights.find_for(pattern)
+            if isinstance(request.sparsity, Mapping):  # by the names of a wrapped model, too
+                shares = {found.name_of(name) or name: share for name, share in request.sparsity.items()}
+                pattern = as_pattern(request.pattern, shares, request.scope)
             if request.evidence is not None:
                 given = given_by_name(request.evidence, found)
                 found = dataclasses.replace(found, evidence=checksums(given, found.shards))

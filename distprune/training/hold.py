@@ -295,7 +295,8 @@ class Hold(OnSteps):
 
         ``pattern``: what the zeros follow, as :func:`distprune.prune_model` takes it. See :class:`Regrow`. What was
         dropped and grows again keeps its value. Without a ``seed`` each call draws one. By gradient: compute the
-        gradients within :meth:`dense_gradients`, and take no step with them.
+        gradients within :meth:`dense_gradients`, and take no step with them. What grew is zero until it is trained, and
+        to :func:`distprune.prune_model` as good as pruned.
         Rounds: twice those of the pattern, and one of 16 bytes.
 
         Raises:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from distprune import Geometry, LocalShard, Ownership, PruneReport, compute_masks, prune_model, prune_shards
 from distprune.collectives.communicator import ProcessGroup
@@ -60,6 +61,17 @@ def test_a_tied_weight_counts_once_and_goes_by_any_of_its_names() -> None:
     assert names(report) == ["embed.weight"]
     assert report.num_zeros == 44 == int((model.head.weight == 0).sum())
     assert model.head.weight is model.embed.weight
+
+
+def test_sparsities_by_the_names_of_a_wrapped_model() -> None:
+    model = nn.DataParallel(nn.Sequential(checkpoint_wrapper(nn.Linear(4, 4)), nn.Linear(4, 4)))
+    first, second = (name for name, _ in model.named_parameters() if name.endswith("weight"))
+    assert (first, second) == ("module.0._checkpoint_wrapped_module.weight", "module.1.weight")
+    report = prune_model(model, {first: 0.25, second: 0.5})
+    assert {parameter.name: parameter.sparsity for parameter in report.parameters} == {
+        "0.weight": 0.25,
+        "1.weight": 0.5,
+    }
 
 
 def test_the_report_counts_what_is_there() -> None:
