@@ -23,7 +23,7 @@ from distprune.collectives.communicator import Alone
 from distprune.collectives.guarded import Guarded, guarding
 from distprune.models.decoder_blocks import decoder_blocks, is_encoder_decoder
 from distprune.models.evaluating import evaluating, keeping_weights
-from distprune.models.runnable import does_not_run, logits_on_tokens, run_on_tokens
+from distprune.models.runnable import does_not_run, inputs_of, logits_on_tokens
 from distprune.shards.device import fetched
 from distprune.shards.fsdp2_forward import gather, kept_gathered, reset_forward, take_roots
 from distprune.shards.torch_private import private
@@ -237,7 +237,7 @@ class _Learner:
         with _standing_in(self._model, self._blocks[:num_asked], self._called), torch.no_grad():
             self._comm.meet()  # it may gather
             try:
-                run_on_tokens(self._model, **batch.inputs)
+                self._model(**inputs_of(self._model, batch.inputs))
             except _ReachedLast:
                 pass
             except (TypeError, ValueError, AttributeError) as error:

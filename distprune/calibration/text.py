@@ -154,7 +154,9 @@ def _documents(path: Path, lines: Iterable[str], place: str = "") -> Iterator[st
         try:
             entry = json.loads(line)
         except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}{place} is not JSON: {error}") from error
+            raise ValueError(
+                f"{path}, line {number}{place} is not JSON, one object or string a line: {error}"
+            ) from error
         text = entry.get("text") if isinstance(entry, dict) else entry
         if not isinstance(text, str):
             raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,17 +39,21 @@ def check_runs_on_tokens(model: nn.Module) -> None:
         raise no_values(name)
 
 
+def inputs_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``inputs``, without ``use_cache`` where ``model`` has none."""
+    arguments = inspect.signature(bare_model(model).forward).parameters
+    takes_it = any(name == "use_cache" or one.kind is one.VAR_KEYWORD for name, one in arguments.items())
+    return {name: value for name, value in inputs.items() if takes_it or name != "use_cache"}
+
+
 def run_on_tokens(model: nn.Module, **inputs: Any) -> Any:
-    """Return what a forward of ``model`` on token ids puts out; it is told to ``use_cache`` or not if it knows that.
+    """Return what a forward of ``model`` on token ids puts out.
 
     Raises:
         ValueError: it is an encoder-decoder model that does not run on them alone.
     """
-    arguments = inspect.signature(bare_model(model).forward).parameters
-    if not any(name == "use_cache" or one.kind is one.VAR_KEYWORD for name, one in arguments.items()):
-        inputs.pop("use_cache", None)
     try:
-        return model(**inputs)
+        return model(**inputs_of(model, inputs))
     except (TypeError, ValueError, AttributeError) as error:
         if not is_encoder_decoder(model):
             raise
