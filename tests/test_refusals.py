@@ -302,7 +302,7 @@ REFUSED: list[Row] = [
         TypeError,
         "counts the steps",
     ),
-    (partial(trained, lambda _: prune.Regrow(stop=10, every=1)), ValueError, "every >= 2, for what grew must be"),
+    (partial(trained, lambda _: prune.Regrow(stop=10, every=1)), ValueError, "every >= 2, for what grew must"),
     (partial(straight, pattern="row"), ValueError, "pattern='row' does not say how much is pruned"),
     (partial(straight, pattern="2;4"), ValueError, "pattern='2;4' is not known"),
     (partial(straight, pattern=NByM(2, 8)), ValueError, "'layers.0.attention.q.weight'"),

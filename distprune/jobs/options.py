@@ -197,7 +197,7 @@ class BareJob:
         if not deciding:
             return {option.flag: values[name] for name, option in options.items()}
         for name in (name for name, option in options.items() if option.is_file and isinstance(values[name], str)):
-            if name == "output" or os.path.exists(values[name]):  # else it stands for something else
+            if values[name] != SELF and (name == "output" or os.path.exists(values[name])):  # else it is no path
                 values[name] = os.path.realpath(values[name])
         return {option.flag: values[name] for name, option in options.items() if option.decides}
 
@@ -258,7 +258,7 @@ class Job(BareJob):
     @override
     def check(self, *inputs: Path) -> Path:
         target = Path(os.path.realpath(self.output))
-        is_finished = bool(target.name) and (target / REPORT_NAME).is_file()
+        is_finished = bool(self.output and target.name) and (target / REPORT_NAME).is_file()
         if self.resume and not self.overwrite and is_finished and not (unfinished_of(target) / RESULT_NAME).exists():
             raise FileExistsError(f"nothing is left to resume: {self.output} is finished, it holds a {REPORT_NAME}")
         return super().check(*inputs)

@@ -236,7 +236,7 @@ class Run(BareRun):
             there = _read_records(folder) if comm.rank == 0 else []
         before, records = comm.broadcast(there)
         with together(comm):
-            if records:
+            if comm.rank == 0 and records:  # paths may lead elsewhere on other machines
                 _check_same(folder, before, recipe, resume)
             elif comm.rank == 0:
                 _make_folder(folder, recipe)

@@ -41,7 +41,10 @@ def check_runs_on_tokens(model: nn.Module) -> None:
 
 def inputs_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``inputs``, without ``use_cache`` where ``model`` has none."""
-    arguments = inspect.signature(bare_model(model).forward).parameters
+    inner = bare_model(model)
+    while "_orig_mod" in inner._modules:  # of torch.compile
+        inner = bare_model(inner.get_submodule("_orig_mod"))
+    arguments = inspect.signature(inner.forward).parameters
     takes_it = any(name == "use_cache" or one.kind is one.VAR_KEYWORD for name, one in arguments.items())
     return {name: value for name, value in inputs.items() if takes_it or name != "use_cache"}
 
@@ -61,15 +64,18 @@ def run_on_tokens(model: nn.Module, **inputs: Any) -> Any:
 
 
 def logits_on_tokens(model: nn.Module, **inputs: Any) -> torch.Tensor:
-    """Return the logits (samples, tokens, vocabulary) that ``model`` puts out, by themselves or as ``logits``.
+    """Return the logits (samples, tokens, vocabulary) that ``model`` puts out, alone or called ``logits``.
 
     Raises:
         ValueError: as :func:`run_on_tokens` does, or there are none.
     """
     output = run_on_tokens(model, **inputs)
-    logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
     if not isinstance(logits, torch.Tensor):
-        raise ValueError(f"{type(model).__name__} puts out no logits: load it with its language-model head")
+        raise ValueError(
+            f"{type(model).__name__} puts out a {type(output).__name__} without logits; load it with its "
+            "language-model head, if that is missing"
+        )
     return logits
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import glob
 import math
@@ -132,11 +133,16 @@ class Masks(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._local)
 
-    def __deepcopy__(self, _: Any) -> Masks:
-        """Return masks of the same model, which is not copied."""
-        return Masks(
-            self._comm, self._roster, [*self._shards.values()], [local.clone() for local in self._local.values()]
-        )
+    def __copy__(self) -> Masks:
+        return Masks(self._comm, self._roster, [*self._shards.values()], [*self._local.values()])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Masks:
+        """Return masks of the same model, or of its copy, if it was copied before together with this."""
+        copied = self.__copy__()
+        copied._local = copy.deepcopy(self._local, memo)
+        if any(id(shard.tensor) in memo for shard in self._shards.values()):
+            copied._shards = copy.deepcopy(self._shards, memo)
+        return copied
 
     @override
     def __reduce__(self) -> Any:

@@ -105,9 +105,9 @@ def _follow(model: nn.Module, smaller: Smaller) -> None:
         setattr(model.get_submodule(path), name, after)
     kind, copies = type(text_config(model)), dict[int, Any]()
     for module in model.modules():  # another model may have been made of the same configuration
-        config: Any = getattr(module, "config", None)
-        if hasattr(config, "model_type"):
-            module.config = copy.deepcopy(config, copies)
+        for name, config in [*vars(module).items()]:
+            if hasattr(config, "model_type"):
+                setattr(module, name, copy.deepcopy(config, copies))
     configs = {id(c): c for module in model.modules() if type(c := getattr(module, "config", None)) is kind}
     for config in ({id(text := text_config(model)): text} | configs).values():
         for name, value in smaller.fields.items():

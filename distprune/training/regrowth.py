@@ -48,8 +48,8 @@ class Regrow:
     1911.11134, section 3). As in RigL's code (google-research/rigl), the gradients that choose are not stepped on: at
     such a step the optimizers find no gradients, so that weights, moments and weight decay stand still.
 
-    What grew is zero at first, and zeros are pruned first: so once weights have moved, :class:`SparseTraining` prunes
-    further at the steps at which they move, and again at any step when those that moved last have had ``every`` steps.
+    What grew is zero at first, and zeros are pruned first. So from the first step at which weights move up to ``stop``
+    :class:`SparseTraining` prunes further only at steps at which they move.
 
     Measured on text (``benchmarks/bench_recipes.py``), growth by gradient did worse than zeros that never move: more
     than half of it fell into a tenth of the rows. Hence the default.
@@ -70,8 +70,8 @@ class Regrow:
         check_share(float(self.fraction), "fraction")
         if self.every < 2 or self.stop < 1:
             raise ValueError(
-                "regrowth needs stop >= 1 and every >= 2, for what grew must be trained before the smallest go, not "
-                f"every={self.every}, stop={self.stop}"
+                f"every={self.every}, stop={self.stop}: regrowth needs stop >= 1, and every >= 2, for what grew must "
+                "be trained before the smallest go"
             )
         _check_by(self.by)
 
@@ -80,9 +80,12 @@ class Regrow:
         return 0 < step < self.stop and step % self.every == 0
 
     def pruned_at(self, step: int) -> int:
-        """Return the last step, ``step`` at most, at which what grew before was trained for ``every`` steps."""
+        """Return the last step, ``step`` at most, at which more may be pruned beside what moves."""
         last = min(step, self.stop - 1) // self.every * self.every
-        return last if last > 0 and step < last + self.every else step
+        until = last + self.every
+        if until >= self.stop:  # nothing moves then
+            until = max(self.stop, last + 2)
+        return last if last > 0 and step < until else step
 
     def share(self, step: int) -> float:
         """Return the share of the kept weights that move at ``step``."""

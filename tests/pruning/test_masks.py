@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -309,9 +310,14 @@ def test_a_copy_is_of_the_same_model() -> None:
     masks = prune.compute_masks(model, 0.5)
     copy.deepcopy(masks).apply_()
     assert prune.sparsity(model) == 0.5
-    for call in (pickle.dumps, copy.copy):
-        with pytest.raises(TypeError, match=r"keep them in a file by masks.save"):
-            call(masks)
+    assert copy.copy(masks).equal(masks)
+    with pytest.raises(TypeError, match=r"keep them in a file by masks.save"):
+        pickle.dumps(masks)
+    module: Any = nn.Linear(8, 8)
+    module.masks = prune.compute_masks(module, 0.5)
+    copied = copy.deepcopy(module)
+    copied.masks.apply_()
+    assert (prune.sparsity(module), prune.sparsity(copied)) == (0.0, 0.5)
 
 
 @pytest.mark.parametrize("call", ["global_unstructured", "custom_from_mask"])

@@ -15,7 +15,17 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from distprune import Geometry, LocalShard, Ownership, PruneReport, compute_masks, prune_model, prune_shards
+from distprune import (
+    Geometry,
+    LocalShard,
+    Ownership,
+    PruneReport,
+    SparseTraining,
+    compute_masks,
+    constant,
+    prune_model,
+    prune_shards,
+)
 from distprune.collectives.communicator import ProcessGroup
 from distprune.pruning.agreement import NamedWeights
 from distprune.scores.as_score import ScoreLike
@@ -67,6 +77,10 @@ def test_sparsities_by_the_names_of_a_wrapped_model() -> None:
     model = nn.DataParallel(nn.Sequential(checkpoint_wrapper(nn.Linear(4, 4)), nn.Linear(4, 4)))
     first, second = (name for name, _ in model.named_parameters() if name.endswith("weight"))
     assert (first, second) == ("module.0._checkpoint_wrapped_module.weight", "module.1.weight")
+    with pytest.raises(ValueError, match=r"sparsity names '0.weight' twice, with 0.25 and 0.5"):
+        prune_model(model, {first: 0.25, "0.weight": 0.5})
+    optimizer, schedule = torch.optim.SGD(model.parameters()), {first: constant(0.25), second: constant(0.5)}
+    SparseTraining(model, optimizer, schedule=schedule).remove()
     report = prune_model(model, {first: 0.25, second: 0.5})
     assert {parameter.name: parameter.sparsity for parameter in report.parameters} == {
         "0.weight": 0.25,

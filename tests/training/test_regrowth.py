@@ -238,6 +238,10 @@ def test_a_schedule_that_is_behind_what_moves() -> None:
         ({"schedule": at_once(0.5, step=3), "pattern": "2:4"}, 3, "with the schedule at 0, and it goes on to 0.5:"),
         ({"schedule": at_once(0.5, step=3), "pattern": "2:4"}, 4, ""),
         ({"schedule": constant(0.5)}, 1, ""),
+        ({"schedule": cubic(0.8, stop=35), "regrow": Regrow(stop=1000, every=10)}, 39, "at 0.7977, .* on to 0.8:"),
+        ({"schedule": cubic(0.8, stop=35), "regrow": Regrow(stop=1000, every=10)}, 41, ""),
+        ({"schedule": cubic(0.8, stop=35), "regrow": Regrow(stop=35, every=10)}, 36, ""),
+        ({"schedule": cubic(0.8, stop=35), "regrow": Regrow(stop=31, every=30)}, 36, ""),
         ({"schedule": constant(0.5)}, 0, ""),
     ],
 )
