@@ -41,7 +41,7 @@ from distprune.collectives.communicator import Group, communicator
 from distprune.collectives.roster import Member, agreed_roster
 from distprune.collectives.slow import work_together
 from distprune.models.decoder_blocks import decoder_blocks
-from distprune.models.find_shards import bare_model, check_model
+from distprune.models.find_shards import check_model, innermost_model
 from distprune.shards.layouts import is_held, local_shard
 from distprune.shards.local_shard import LocalShard
 from distprune.shards.parts import check_parts, with_owners
@@ -86,8 +86,7 @@ def save(
     comm = communicator(group)
     with together(comm):
         check_model(model)
-        model = bare_model(model)
-        model = getattr(model, "_orig_mod", model)  # of torch.compile
+        model = innermost_model(model)
         known = source or getattr(getattr(model, "config", None), "name_or_path", None)
         if not known:
             raise ValueError(f"where this {type(model).__name__} was loaded from is not known: say source='DIRECTORY'")

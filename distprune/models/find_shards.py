@@ -60,6 +60,21 @@ class Found:
                 return self.names[name]
         return None
 
+    def by_name(self, shares: float | Mapping[str, float] | None) -> float | Mapping[str, float] | None:
+        """Return ``shares``, a mapping by the names here. Local.
+
+        Raises:
+            ValueError: two keys name one parameter, with different shares.
+        """
+        if not isinstance(shares, Mapping):
+            return shares
+        named: dict[str, float] = {}
+        for key, share in shares.items():
+            name = (self.name_of(key) if isinstance(key, str) else None) or key
+            if named.setdefault(name, share) != share:
+                raise ValueError(f"sparsity names {name!r} twice, with {named[name]} and {share}")
+        return named
+
 
 def is_sharded(model: nn.Module) -> bool:
     """Return whether DTensors or FSDP hold parameters of ``model``: other ranks may have parts of them. Local."""
@@ -188,4 +203,12 @@ def bare_model(model: nn.Module) -> nn.Module:
     """Return the model inside wrappers that add a level to its names. Local."""
     while isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         model = model.module
+    return model
+
+
+def innermost_model(model: nn.Module) -> nn.Module:
+    """Return the model inside such wrappers and ``torch.compile``. Local."""
+    model = bare_model(model)
+    while "_orig_mod" in model._modules:
+        model = bare_model(model.get_submodule("_orig_mod"))
     return model

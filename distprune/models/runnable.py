@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from distprune.models.decoder_blocks import is_encoder_decoder
-from distprune.models.find_shards import bare_model
+from distprune.models.find_shards import innermost_model
 from distprune.shards.layouts import local_of
 from distprune.shards.local_shard import no_values
 
@@ -41,10 +41,7 @@ def check_runs_on_tokens(model: nn.Module) -> None:
 
 def inputs_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``inputs``, without ``use_cache`` where ``model`` has none."""
-    inner = bare_model(model)
-    while "_orig_mod" in inner._modules:  # of torch.compile
-        inner = bare_model(inner.get_submodule("_orig_mod"))
-    arguments = inspect.signature(inner.forward).parameters
+    arguments = inspect.signature(innermost_model(model).forward).parameters
     takes_it = any(name == "use_cache" or one.kind is one.VAR_KEYWORD for name, one in arguments.items())
     return {name: value for name, value in inputs.items() if takes_it or name != "use_cache"}
 

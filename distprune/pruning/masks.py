@@ -138,7 +138,7 @@ class Masks(Mapping[str, torch.Tensor]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Masks:
         """Return masks of the same model, or of its copy, if it was copied before together with this."""
-        copied = self.__copy__()
+        copied = copy.copy(self)
         copied._local = copy.deepcopy(self._local, memo)
         if any(id(shard.tensor) in memo for shard in self._shards.values()):
             copied._shards = copy.deepcopy(self._shards, memo)

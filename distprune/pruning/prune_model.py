@@ -241,13 +241,7 @@ class Choosing:
             agreed.score = with_seed(as_score(request.score), request.seed)
             pattern = as_pattern(request.pattern, request.sparsity, request.scope)
             found = request.weights.find_for(pattern)
-            if isinstance(request.sparsity, Mapping):  # by the names of a wrapped model, too
-                shares: dict[str, float] = {}
-                for key, share in request.sparsity.items():
-                    name = (found.name_of(key) if isinstance(key, str) else None) or key
-                    if shares.setdefault(name, share) != share:
-                        raise ValueError(f"sparsity names {name!r} twice, with {shares[name]} and {share}")
-                pattern = as_pattern(request.pattern, shares, request.scope)
+            pattern = as_pattern(request.pattern, found.by_name(request.sparsity), request.scope)
             if request.evidence is not None:
                 given = given_by_name(request.evidence, found)
                 found = dataclasses.replace(found, evidence=checksums(given, found.shards))

@@ -133,9 +133,7 @@ class SparseTraining:
             if regrow is not None:
                 pruned_to.regrowth(regrow.fraction)
             agreed.found = weights.find_for(pruned_to)
-            if self._names is not None:  # by the names of a wrapped model, too
-                self._names = [agreed.found.name_of(name) or name for name in self._names]
-                pruned_to = as_pattern(pattern, self._sparsity(self._last_checked), scope)
+            pruned_to = as_pattern(pattern, agreed.found.by_name(self._sparsity(self._last_checked)), scope)
             agreed.facts = self._request.facts() | {"the first steps of the schedule": levels, "regrow": repr(regrow)}
         agreed.check_found()
         agreed.check_shares(pruned_to)
