@@ -13,10 +13,10 @@ PACKAGE = Path(__file__).parent.parent / "distprune"
 LINES = {
     ".": (408, 320),
     "calibration": (2024, 1350),
-    "checkpoint": (1521, 1180),
+    "checkpoint": (1525, 1180),
     "cli": (595, 410),
     "collectives": (673, 640),
-    "jobs": (2100, 1280),
+    "jobs": (2098, 1280),
     "kernels": (849, 800),
     "masks": (487, 470),
     "models": (998, 690),

@@ -16,6 +16,7 @@ import torch
 from distprune.checkpoint.optional_packages import import_extra
 
 WEIGHT_SUFFIX = ".safetensors"
+_POINTER = b"version https://git-lfs"  # what a file begins with that git has instead of the weights
 _ALIGNMENT = 8  # bytes: where the safetensors library lets the data begin
 
 _DTYPES: dict[str, torch.dtype] = {
@@ -92,7 +93,10 @@ def open_weights(path: Path) -> Iterator[Any]:
         path.open("rb").close()  # the library calls any file that it cannot open missing
         raise
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is corrupt or truncated: {error}") from error
+        with path.open("rb") as file:
+            is_pointer = file.read(len(_POINTER)) == _POINTER
+        what = "a pointer of Git LFS: git lfs pull fetches the file" if is_pointer else f"corrupt or truncated: {error}"
+        raise ValueError(f"{path} is {what}") from error
 
 
 def mapped_tensors(files: Sequence[WeightFile]) -> dict[str, torch.Tensor]:

@@ -23,6 +23,7 @@ from distprune.calibration.text import TextFile
 from distprune.checkpoint.disk import write_whole
 from distprune.checkpoint.hf_directory import new_digest
 from distprune.checkpoint.optional_packages import import_extra
+from distprune.checkpoint.weight_file import open_weights
 from distprune.collectives.agree import agree, together
 from distprune.jobs.options import CALIBRATION, METHOD, MOST, RUNNING, Job, ask, asked
 from distprune.jobs.run import JobFiles, Run
@@ -283,14 +284,9 @@ def read_words(path: Path) -> tuple[torch.Tensor, dict[str, str]]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file of own words {path}")
-    safetensors = import_extra("safetensors", "hf")
-    path.open("rb").close()  # the library calls any file that it cannot open missing
-    try:
-        with safetensors.safe_open(path, framework="pt", device="cpu") as file:
-            metadata, names = dict(file.metadata() or {}), list(file.keys())
-            token_ids = file.get_tensor(_TOKENS) if names == [_TOKENS] else None
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is no file of own words, or damaged: {error}") from error
+    with open_weights(path) as file:
+        metadata, names = dict(file.metadata() or {}), list(file.keys())
+        token_ids = file.get_tensor(_TOKENS) if names == [_TOKENS] else None
     if token_ids is None or not metadata.items() >= _FORMAT.items():
         raise ValueError(f"{path} holds no windows of `distprune sample`")
     if token_ids.dtype not in (torch.int32, torch.int64) or token_ids.ndim != 2 or not token_ids.numel():

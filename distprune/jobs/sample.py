@@ -81,6 +81,8 @@ def run_sample_job(
             if job.beginnings is not None:
                 with open_text(Path(job.beginnings), "file of beginnings") as file:
                     how["beginnings"] = [line.strip() for line in file if line.strip()]
+                if not how["beginnings"]:
+                    raise ValueError(f"{job.beginnings} (--beginnings) holds no line that a text could begin with")
         model = run.load()
         with run.one_dtype(), run.stage("write", "writing own words", "tokens") as progress:
             words = own_words(model, job.samples, **how, tokenizer=tokenizer, group=run.comm, progress=progress)

@@ -45,6 +45,10 @@ def cut_off(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
 
+def not_fetched(path: Path) -> None:
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+
+
 def other_files(path: Path) -> None:
     index = path.parent / "model.safetensors.index.json"
     index.write_text(index.read_text().replace(path.name, f"{path.name[:-12]}-new.safetensors"))
@@ -58,6 +62,7 @@ def other_files(path: Path) -> None:
         (other_files, "weight files"),
         (other_weights, r"weights \(256 "),
         (cut_off, ".safetensors is corrupt or truncated"),
+        (not_fetched, ".safetensors is a pointer of Git LFS: git lfs pull fetches the file"),
     ],
 )
 def test_copies_that_differ(split_model: Path, tmp_path: Path, change: Any, said: str) -> None:

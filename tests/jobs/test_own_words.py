@@ -70,6 +70,9 @@ def test_documents_begin_with_lines_of_a_file(job: OneShotJob, tmp_path: Path) -
     asked = SampleJob(model=job.model, output=str(tmp_path / "words"), samples=8, sequence_length=64)
     with pytest.raises(FileNotFoundError, match="no file of beginnings"):
         run_sample_job(dataclasses.replace(asked, beginnings=str(lines)))
+    lines.write_text("\n \n")
+    with pytest.raises(ValueError, match=r"lines \(--beginnings\) holds no line"):
+        run_sample_job(dataclasses.replace(asked, beginnings=str(lines)))
     lines.write_text("the model\n\ns\n", encoding="utf-8-sig")
     run_sample_job(dataclasses.replace(asked, beginnings=str(lines)))
     windows, about = read_words(tmp_path / "words")
@@ -131,7 +134,7 @@ def test_killed_and_resumed_it_has_the_same_words(
     shutil.rmtree(output)
     (tmp_path / "left").rename(left(job))
     kept.write_bytes(kept.read_bytes()[:-8])
-    with pytest.raises(ValueError, match=r"own_words.tokens is no file of own words, or damaged"):
+    with pytest.raises(ValueError, match=r"own_words.tokens is corrupt or truncated"):
         run_one_shot_job(again)
 
 
@@ -171,8 +174,8 @@ def test_a_file_of_own_words(
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: path.write_bytes(path.read_bytes()[:-8]), "or damaged"),
-        (lambda path: path.write_bytes(b"text"), "or damaged"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-8]), "corrupt or truncated"),
+        (lambda path: path.write_bytes(b"text"), "corrupt or truncated"),
         (lambda path: save_file({"token_ids": torch.ones(2, 3)}, path), "no windows of `distprune sample`"),
         (lambda path: save_file({"other": torch.ones(2, 3)}, path), "no windows of `distprune sample`"),
         (lambda path: path.write_bytes(words_content(torch.ones(0, 3), {})), r"int32 \(0, 3\), not token ids"),
