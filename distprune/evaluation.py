@@ -130,7 +130,8 @@ def log_likelihoods(
     Raises:
         ValueError: on every rank: ranks ask for different things, or more inputs than the model has positions for, or
             a token id outside the model's vocabulary.
-        NotImplementedError: on every rank: a layout of which it is not known who runs the same batches.
+        NotImplementedError: on every rank: a layout of which it is not known who runs the same batches; logits that are
+            cut over ranks.
         RuntimeError: on every rank: a forward that changes the model's own weights.
         Exception: on every rank: what a forward, or ``progress``, raised on one; but for those of which
             :func:`in_step` says that the others cannot be told.

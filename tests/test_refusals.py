@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,156 +17,40 @@ from torch import nn
 
 import distprune as prune
 from distprune import Block, NByM, Unstructured
-from distprune.jobs import FinetuneJob, OneShotJob, StreamedJob, run_finetune_job, run_one_shot_job, run_streamed_job
-from distprune.removal.choose_units import choose_units
-from distprune.removal.rebuild import remove_units
-from tests.architectures import VOCABULARY, samples, tiny_model
+from tests.architectures import VOCABULARY, tiny_model
 from tests.contract import Below
-from tests.families import family_model
 from tests.oneshot.alike import sharded
-from tests.removal.test_choose_units import make
-from tests.training.exact import Exact
-from tests.training.optimizers import INCLUDE
+from tests.refused import (
+    BLOCKS,
+    MIXTRAL,
+    PLACED,
+    SPARE,
+    TOKENS,
+    TOWERS,
+    all_zeros,
+    blocks,
+    cut,
+    finetune,
+    frozen,
+    inferring,
+    large_experts,
+    nan_blocks,
+    no_gradient,
+    one_shot,
+    other_optimizer,
+    over_time,
+    regrow,
+    shares,
+    shrink,
+    straight,
+    streamed,
+    trained,
+    units,
+    without_losses,
+    words,
+)
 from tests.worlds import all_raise, run_threads
 from tests.wrapped import transformer
-
-TOKENS = samples(4)
-# Its layers compute by their places: none but the last can leave.
-PLACED = partial(tiny_model, "gpt2", n_layer=4, scale_attn_by_inverse_layer_idx=True)
-SPARE = partial(family_model, "longcat_flash", vocab_size=VOCABULARY)  # one weight has more experts than the other
-TOWERS = partial(family_model, "gemma4", vocab_size=VOCABULARY)  # not all have the attention of the text's decoder
-BLOCKS: dict[str, Any] = {"samples": TOKENS, "method": "wanda", "pattern": Unstructured(0.5)}
-
-
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[nn.Module]:
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    try:
-        yield model
-    finally:
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter.detach(), before[name], rtol=0, atol=0, equal_nan=True)
-
-
-def blocks(**arguments: Any) -> None:
-    with unchanged(tiny_model("llama")) as model:
-        prune.prune_blocks(model, **{**BLOCKS, **arguments})
-
-
-def nan_blocks(name: str) -> None:
-    """Of a model in which one value of a parameter is NaN."""
-    model = tiny_model("llama")
-    model.get_parameter(name).detach().view(-1)[3] = torch.nan
-    with unchanged(model):
-        prune.prune_blocks(model, **BLOCKS)
-
-
-def large_experts() -> None:
-    """Whose own products are infinite."""
-    model: Any = tiny_model("mixtral")
-    model.model.layers[0].mlp.experts.gate_up_proj.detach().fill_(1e30)
-    with unchanged(model):
-        prune.prune_blocks(model, **BLOCKS)
-
-
-def shares(**arguments: Any) -> None:
-    with unchanged(tiny_model("llama")) as model:
-        prune.allocate(model, **{"samples": TOKENS, "sparsity": 0.6, **arguments})
-
-
-LLAMA, MIXTRAL = partial(make, "llama"), partial(make, "mixtral")
-
-
-def shrink(make: Callable[[], nn.Module] = LLAMA, **arguments: Any) -> None:
-    with unchanged(make()) as model:
-        prune.shrink_model(model, TOKENS, **arguments)
-
-
-def without_losses() -> nn.Module:
-    model: Any = tiny_model("llama")
-    model.lm_head.weight.detach()[0, 0] = torch.nan
-    return model  # type: ignore[no-any-return]
-
-
-def words(config: Any = None, **arguments: Any) -> None:
-    model: Any = tiny_model("llama", max_position_embeddings=8)
-    model.config = config or model.config
-    with unchanged(model):
-        prune.own_words(model, **{"samples": 2, "sequence_length": 5, **arguments})
-
-
-def units(architecture: str, keep: Any, **how: Any) -> None:
-    with unchanged(make(architecture)) as model:
-        choose_units(model, TOKENS, keep, **how)
-
-
-def cut(kept: torch.Tensor) -> None:
-    with unchanged(tiny_model("llama")) as model:
-        remove_units(model, {(f"model.layers.{i}", "mlp", "mlp"): kept for i in range(3)})
-
-
-def trained(call: Callable[[nn.Module], object]) -> None:
-    with unchanged(transformer()) as model:
-        call(model)
-
-
-def straight(make: Any = torch.optim.SGD, **arguments: Any) -> None:
-    with unchanged(Exact()) as model:
-        optimizer = make and make(model.parameters(), lr=0.1)
-        prune.StraightThrough(model, optimizer, **{"include": INCLUDE, **arguments})
-
-
-def regrow(share: float = 0.4, pattern: Any = BLOCKS["pattern"], is_nan: bool = False, **how: Any) -> None:
-    with unchanged(transformer()) as model:
-        for parameter in model.parameters() if is_nan else ():
-            parameter.grad = torch.full_like(parameter, torch.nan)
-        hold = prune.hold_zeros(model, include=INCLUDE)
-        try:
-            hold.regrow(share, pattern, **how)
-        finally:
-            hold.remove()
-
-
-def job(kind: Callable[..., Any], run: Callable[[Any], object], **arguments: Any) -> None:
-    run(kind(**{"model": "nowhere", "output": "nowhere/out", **arguments}))
-
-
-one_shot = partial(job, OneShotJob, run_one_shot_job, sparsity=0.5)
-streamed = partial(job, StreamedJob, run_streamed_job, sparsity=0.5)
-finetune = partial(job, FinetuneJob, run_finetune_job, data="text.txt")
-
-
-def other_optimizer(model: nn.Module) -> None:
-    prune.hold_zeros(model, torch.optim.SGD(transformer().parameters()), include=INCLUDE)
-
-
-def over_time(model: nn.Module, **arguments: Any) -> None:
-    given = {"schedule": prune.constant(0.5), "include": INCLUDE, **arguments}
-    prune.SparseTraining(model, torch.optim.SGD(model.parameters()), **given)
-
-
-def no_gradient(score: str, model: nn.Module, frozen: str = "") -> None:
-    if frozen:
-        model.get_parameter(frozen).requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters())
-    training = prune.SparseTraining(model, optimizer, schedule=prune.constant(0.5), score=score, include=INCLUDE)
-    try:
-        optimizer.step()
-    finally:
-        training.remove()
-
-
-def frozen() -> None:
-    with unchanged(transformer().requires_grad_(False)) as model:
-        prune.hold_zeros(model, torch.optim.SGD(transformer().parameters()), include=INCLUDE)
-
-
-def all_zeros() -> None:
-    model = transformer()
-    nn.init.zeros_(model.get_parameter("layers.0.up.weight"))
-    with unchanged(model):
-        prune.hold_zeros(model, include=INCLUDE)
-
 
 Row = tuple[Callable[[], object], type[Exception], str]
 REFUSED: list[Row] = [
@@ -213,6 +96,10 @@ REFUSED: list[Row] = [
         ValueError,
         "values are NaN in 'model.layers.2.mlp.up_proj.weight'",
     ),
+    (partial(blocks, method="sparsegpt", pattern=Unstructured(9)), NotImplementedError, "a share of each block of col"),
+    (partial(blocks, method="sparsegpt", pattern=Block(2, 9)), NotImplementedError, "a share of each block of columns"),
+    (partial(blocks, pattern=Unstructured(9)), TypeError, "9"),
+    (partial(blocks, method=prune.Taylor()), NotImplementedError, "needs 'gradient', which a walk has not"),
     (large_experts, ValueError, "'model.layers.0': NaN or Inf in the inputs of 'mlp.experts.down_proj.0'"),
     # allocation
     (partial(shares, sparsity=1), TypeError, "must be a share"),
@@ -220,6 +107,8 @@ REFUSED: list[Row] = [
     (partial(shares, sparsity=1.5), ValueError, "outside"),
     (partial(shares, sparsity=0.61, max_difference=0.0), ValueError, "no shares meet the budget"),
     (partial(shares, max_difference=-1), ValueError, "max_difference=-1"),
+    (partial(shares, max_difference="0.1"), TypeError, "each must be a share such as 0.6: .*'0.1'"),
+    (inferring, ValueError, "call it outside of torch.inference_mode"),
     (partial(shares, samples=TOKENS[:, :1]), ValueError, "two are the least"),
     # own words
     (partial(words, sequence_length=9), ValueError, "longer than the model's 8 positions"),
@@ -228,6 +117,7 @@ REFUSED: list[Row] = [
     (partial(words, seed=1 << 64), ValueError, "seed=18446744073709551616 has more than the 64 bits"),
     (partial(words, seed=0.5), TypeError, "seed must be an int"),
     (partial(words, temperature=0.0), ValueError, "temperature=0.0"),
+    (partial(words, temperature=None), TypeError, "temperature must be a number, not None"),
     (partial(words, prompts=TOKENS[:3, :2]), ValueError, r"must be \(at most 2, 1 or more tokens\), not \(3, 2\)"),
     (partial(words, prompts=torch.full((2, 2), VOCABULARY)), ValueError, "outside the model's vocabulary"),
     (partial(words, prompts=torch.tensor([[5, -1], [5, 5]])), ValueError, "token id -1 is outside the model's"),
@@ -247,6 +137,11 @@ REFUSED: list[Row] = [
     (partial(shrink, TOWERS, mlp=0.5), ValueError, "Gemma4TextConfig cannot say this .mlp 48 to 24, mlp 8"),
     (partial(shrink, experts=2), NotImplementedError, "no experts"),
     (partial(shrink, MIXTRAL, experts=2, expert_criterion="size"), ValueError, "'size' is none of output, usage"),
+    (partial(shrink, MIXTRAL, experts=2, criterion="best"), ValueError, "criterion='best' is none of"),
+    (partial(shrink, MIXTRAL, experts=2, mlp=0.5, refit="bias"), ValueError, "refit='bias' needs biases"),
+    (partial(shrink, MIXTRAL, experts=2, layers=1, layer_criterion="angle"), ValueError, "angle"),
+    (partial(shrink, MIXTRAL, experts=2, layers=1, samples=TOKENS[:, :1]), ValueError, "have none to predict"),
+    (partial(shrink, mlp=0.5, expert_criterion="size"), ValueError, "'size' is none of output, usage"),
     (partial(shrink, MIXTRAL, experts=5), ValueError, "5 of the 4 .* possible are 2 to 4"),
     (partial(shrink, MIXTRAL, experts=1), ValueError, "1 of the 4 .* possible are 2 to 4"),
     (partial(shrink, without_losses, layers=2), ValueError, "the loss without layers"),
@@ -258,6 +153,8 @@ REFUSED: list[Row] = [
     ),
     (partial(shrink, parameters=1.5), ValueError, "1.5 is neither a number from 1 on nor a share in"),
     (partial(shrink, parameters=0), ValueError, "0 is neither a number"),
+    (partial(shrink, parameters="0.5"), TypeError, "parameters: a number or a share of them, not '0.5'"),
+    (partial(shrink, parameters=True), TypeError, "parameters: a number or a share of them, not True"),
     (partial(shrink, parameters=10**9), ValueError, "not more than 1,000,000,000: there is none to remove"),
     (partial(shrink, parameters=100), ValueError, "the least possible is [0-9,]+ .mlp 8, kv_groups 1, layers 1."),
     (partial(shrink, parameters=0.1, mlp=0.9, layers=3), ValueError, "least possible is [0-9,]+ .kv_groups 1.$"),
@@ -303,6 +200,7 @@ REFUSED: list[Row] = [
         "counts the steps",
     ),
     (partial(trained, lambda _: prune.Regrow(stop=10, every=1)), ValueError, "every >= 2, for what grew must"),
+    (partial(trained, lambda _: prune.Regrow(stop=10, every=2.5)), TypeError, "steps are whole numbers"),  # type: ignore[arg-type]
     (partial(straight, pattern="row"), ValueError, "pattern='row' does not say how much is pruned"),
     (partial(straight, pattern="2;4"), ValueError, "pattern='2;4' is not known"),
     (partial(straight, pattern=NByM(2, 8)), ValueError, "'layers.0.attention.q.weight'"),
@@ -338,10 +236,10 @@ REFUSED: list[Row] = [
 def wrong(num_ranks: int) -> list[str]:
     """Return what is said otherwise than the table has it."""
     found = []
-    for call, error, words in REFUSED:
+    for call, error, said in REFUSED:
         for raised in run_threads(num_ranks, lambda _, call=call: call(), catch=True):
-            if not isinstance(raised, error) or not re.search(words, str(raised)):
-                found.append(f"{words}: {raised!r}")
+            if not isinstance(raised, error) or not re.search(said, str(raised)):
+                found.append(f"{said}: {raised!r}")
     return found
 
 
@@ -383,8 +281,8 @@ DISAGREEMENTS: list[tuple[Callable[[int], object], str]] = [
 
 
 def test_ranks_that_disagree() -> None:
-    for call, words in DISAGREEMENTS:
-        all_raise(2, call, kind=ValueError, match=words)
+    for call, said in DISAGREEMENTS:
+        all_raise(2, call, kind=ValueError, match=said)
 
 
 def test_alone() -> None:

@@ -139,14 +139,12 @@ def catch_inputs(
     and 1 before the first block is gathered, of 64 bytes.
 
     Raises:
-        ValueError: no decoder blocks, no batches, a forward that does not reach the blocks in order, or that gives a
+        ValueError: no decoder blocks, a forward that does not reach the blocks in order, or that gives a
             block other hidden states than the one before puts out; it names the block.
         RuntimeError: a forward that changes the model's own weights.
         NotImplementedError: hidden states that are DTensors.
     """
     blocks = decoder_blocks(model)
-    if not batches:
-        raise ValueError("there is no calibration sample")
     take_roots(model)
     walk = Walk(model, blocks, batches=list(batches), steps=list(steps), offload=offload)
     learner = _Learner(model, blocks, comm or Guarded(Alone()))

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from distprune.calibration.text import (
     TextFile,
@@ -56,9 +55,12 @@ def calibration_windows(
 
     Raises:
         FileNotFoundError: no such file.
+        TypeError: numbers that are none.
         ValueError: too little text, a file that is not UTF-8, or a line that is not what it should be, or longer than
             64 MiB where it is drawn from by position; a seed of more than 64 bits.
     """
+    if not isinstance(samples, int | None) or not isinstance(sequence_length, int):
+        raise TypeError(f"{samples=} of {sequence_length=}: both are numbers")
     if (samples is not None and samples < 1) or sequence_length < 1:
         raise ValueError(f"{samples=} of {sequence_length=}: one sample of one token is the least")
     if isinstance(text_or_files, str) and not os.path.isfile(text_or_files):
@@ -66,6 +68,9 @@ def calibration_windows(
     files = [text_or_files] if isinstance(text_or_files, str | Path) else list(text_or_files)
     if not files:
         raise ValueError("there is no file to draw windows from")
+    if missing := [file for file in map(str, files) if not os.path.isfile(file)]:
+        join = "'\\n\\n'.join(texts)"
+        raise FileNotFoundError(f"there is no calibration file {missing[0][:200]}; of texts make one: {join}")
     drawn = []
     for number, file in enumerate(files):
         share = None if samples is None else samples // len(files) + (number < samples % len(files))
@@ -127,14 +132,6 @@ def check_fit(
         wrong = high if high >= vocabulary else low
         raise ValueError(
             f"token id {wrong} is outside the model's vocabulary of {vocabulary}; is the tokenizer another model's?"
-        )
-
-
-def check_logits(logits: torch.Tensor, vocabulary: int | None) -> None:
-    """Raise a NotImplementedError if not all of ``logits`` (..., ``vocabulary``) are on this rank. Local."""
-    if isinstance(logits, DTensor) or (vocabulary is not None and logits.shape[-1] < vocabulary):
-        raise NotImplementedError(
-            f"logits are cut: {tuple(logits.shape)} on this rank; let the tensor-parallel plan replicate them"
         )
 
 

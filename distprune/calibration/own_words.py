@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune.calibration.data import check_fit, check_logits, device_of, token_digest
+from distprune.calibration.data import check_fit, device_of, token_digest
 from distprune.calibration.openings import texts_of, vocabulary_of
 from distprune.calibration.recorded_words import can_record, write_recorded
 from distprune.calibration.sample_group import find_sample_group
 from distprune.calibration.token_ids import TokenIds
-from distprune.collectives.agree import agree, check_facts, same_everywhere, sum_together, together
+from distprune.collectives.agree import check_facts, same_everywhere, sum_together, together
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Group, communicator
-from distprune.models.decoder_blocks import is_encoder_decoder, largest_said, num_bytes, text_config
+from distprune.models.decoder_blocks import bare_model, is_encoder_decoder, largest_said, num_bytes, text_config
 from distprune.models.evaluating import evaluating, keeping_weights
-from distprune.models.find_shards import bare_model, check_model
-from distprune.models.runnable import check_runs_on_tokens
+from distprune.models.find_shards import check_model
+from distprune.models.runnable import check_logits, check_runs_on_tokens
 from distprune.shards.fsdp2_forward import kept_gathered, reset_forward, take_roots
 from distprune.shards.in_step import in_step
 from distprune.shards.layouts import find_flat_parts
@@ -110,7 +110,7 @@ def own_words(
         progress: called with (tokens written on all ranks, all tokens to write).
 
     Texts are dealt out to the sample groups. Every rank of ``group`` must call it, with equal arguments. Rounds
-    beyond those of the model: 2 of 64 bytes, those of ``find_sample_group``, one of all windows, and for each token
+    beyond those of the model: 1 of 64 bytes, those of ``find_sample_group``, one of all windows, and for each token
     of a text those of ``in_step``.
 
     Raises:
@@ -123,7 +123,7 @@ def own_words(
             ``in_step`` says that the others cannot be told.
     """
     comm, bare = communicator(group), bare_model(model)
-    with together(comm):
+    with together(comm) as facts:
         check_model(model)
         numbers = {"samples": samples, "sequence_length": sequence_length, "top_k": top_k, "seed": seed}
         device = device_of(bare)
@@ -139,11 +139,10 @@ def own_words(
             check_fit(texts.prompts.clamp(0), bare, sequence_length)
         reset_forward(bare)
         digests = [token_digest(texts.prompts) for texts in all_texts]
-        facts = {"asked": [numbers, temperature], "prompts": digests, "progress": progress is not None}
+        facts |= {"asked": [numbers, temperature], "prompts": digests, "progress": progress is not None}
         windows = torch.zeros(samples, sequence_length, dtype=torch.int64, device="cpu")
         is_gathered = num_bytes(bare) <= room
         num_done, total = 0, sum(len(texts.prompts) * texts.num_steps for texts in all_texts)
-    agree(comm, facts)
     sample_group = find_sample_group(comm, bare)
     num_groups, number = sample_group.num_groups, sample_group.number
 
@@ -182,6 +181,8 @@ def _check(bare: nn.Module, numbers: dict[str, int], temperature: float, prompts
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int):
             raise TypeError(f"{name} must be an int, not {number!r}")
+    if not isinstance(temperature, int | float):
+        raise TypeError(f"temperature must be a number, not {temperature!r}")
     samples, sequence_length, top_k = (numbers[name] for name in ("samples", "sequence_length", "top_k"))
     if samples < 1 or top_k < 1 or not 0 < temperature < float("inf"):
         raise ValueError(f"{samples=}, {top_k=} and {temperature=}: each must be above 0, and finite")

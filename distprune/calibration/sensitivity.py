@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from distprune.calibration.data import check_logits, device_of, tokens_together
+from distprune.calibration.data import device_of, tokens_together
 from distprune.calibration.listening import first_layers
 from distprune.calibration.moments import column_norms
 from distprune.calibration.sample_group import SampleGroup, find_sample_group, flat_local
@@ -30,10 +30,9 @@ from distprune.calibration.walk import Batch, named, spread
 from distprune.collectives.agree import sum_together, together
 from distprune.collectives.base import Communicator
 from distprune.models.cross_entropy import cross_entropy
-from distprune.models.decoder_blocks import decoder_blocks
+from distprune.models.decoder_blocks import bare_model, decoder_blocks
 from distprune.models.evaluating import evaluating, keeping_weights, needing_gradients, replacing_forwards
 from distprune.models.experts import expert_gradients
-from distprune.models.find_shards import bare_model
 from distprune.models.linear_layers import LinearLayer
 from distprune.models.runnable import logits_on_tokens
 from distprune.shards.device import are_finite, batches, fetched
@@ -70,7 +69,8 @@ def measure_sensitivities(
     :func:`in_step`, of :func:`sums_of_all` for each input and output of the layers, and 2 of 64 bytes.
 
     Raises:
-        ValueError: on every rank: NaN or Inf in the loss, with the samples, or in a gradient, with the layer.
+        ValueError: on every rank: NaN or Inf in the loss, with the samples, or in a gradient, with the layer; torch's
+            inference mode.
         NotImplementedError: on every rank: inputs or outputs that are cut otherwise than evenly along their features;
             experts that are called otherwise than transformers 5 calls them; logits that are cut.
         RuntimeError: on every rank: a forward that changes the model's own weights.
@@ -80,13 +80,24 @@ def measure_sensitivities(
     sample_group, bare = find_sample_group(comm, model), bare_model(model)
     device = device_of(bare)
     with together(comm):
+        if torch.is_inference_mode_enabled():
+            raise ValueError("it takes gradients: call it outside of torch.inference_mode()")
         listener = _BackwardListener(sample_group, linears, device)
         mine = spread(samples, sample_group, tokens_together(model, batch_tokens, _COPIES), device)
         blocks = [block for _, block in decoder_blocks(model)]
     # Of a block, what it is given is kept, not what it computes: the backward pass runs it once more.
     forwards = replacing_forwards(blocks, lambda block: partial(checkpoint, block.forward, use_reentrant=False))
     several = in_step(comm, bare, layers_communicate=sample_group.size > 1)
-    with several as run, _without_traces(bare, device), forwards, listener.listening():
+    with (
+        several as run,
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        evaluating(bare),
+        keeping_weights(bare),
+        torch.enable_grad(),
+        needing_gradients(bare, ()),
+        forwards,
+        listener.listening(),
+    ):
         for number, batch in enumerate(mine, 1):
             run(listener.run, bare, batch)
             if progress is not None:
@@ -149,7 +160,6 @@ class _BackwardListener:
             logits = logits_on_tokens(model, **batch.inputs)
         finally:
             self._counts = False
-        check_logits(logits, getattr(getattr(model, "config", None), "vocab_size", None))
         predicting, targets = logits[:, :-1].flatten(0, 1), batch.inputs["input_ids"][:, 1:].flatten()
         gradient = torch.empty_like(predicting)
         loss = cross_entropy(predicting.detach(), targets, gradient)
@@ -223,17 +233,3 @@ class _BackwardListener:
         own = self._sample_group.own_features(x, self.sizes[number])
         norms = column_norms(own, 2)
         self._sums[number].addcmul_(norms, norms)
-
-
-@contextmanager
-def _without_traces(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Compute gradients, but of no parameter, in evaluation mode; put back what that changes. Local."""
-    devices = [device] if device.type == "cuda" else []
-    with (
-        torch.random.fork_rng(devices),
-        evaluating(model),
-        keeping_weights(model),
-        torch.enable_grad(),
-        needing_gradients(model, ()),
-    ):
-        yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -302,8 +303,9 @@ def open_text(path: Path, what: str) -> Iterator[TextIO]:
         FileNotFoundError: no such file.
         ValueError: the body meets something that is not UTF-8.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no {what} {path}{', which is a directory' if path.is_dir() else ''}")
+    if not os.path.isfile(path):  # a text may be too long for a name
+        is_folder = ", which is a directory" if os.path.isdir(path) else ""
+        raise FileNotFoundError(f"there is no {what} {str(path)[:200]}{is_folder}")
     try:
         with path.open(encoding=_ENCODING) as file:
             yield file

@@ -19,7 +19,7 @@ import torch
 
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.weight_file import WEIGHT_SUFFIX, TensorEntry, WeightFile, read_weight_file
-from distprune.collectives.agree import agree, sum_together, together
+from distprune.collectives.agree import sum_together, together
 from distprune.collectives.base import Communicator
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -77,29 +77,28 @@ def new_digest(content: bytes = b"") -> Any:
 def open_together(comm: Communicator, path: str | Path) -> HfDirectory:
     """Return what :func:`open_directory` returns, on every rank, which each opens it: nodes may have copies.
 
-    Every rank must call it: two rounds of 64 bytes.
+    Every rank must call it: a round of 64 bytes.
 
     Raises:
         Exception: on every rank: what ``open_directory`` raises.
         ValueError: on every rank: ranks see other configs, weight files or tensors.
     """
-    with together(comm):
+    with together(comm) as facts:
         directory = open_directory(path)
-        facts = {"weight files": [*directory.stamps], "model files": directory.fingerprint()}
-    agree(comm, facts)
+        facts |= {"weight files": [*directory.stamps], "model files": directory.fingerprint()}
     return directory
 
 
 def sample_together(comm: Communicator, directory: HfDirectory) -> str:
     """Return a digest of bytes from all over the weight files, 256 KiB of each: it tells models of one shape apart.
 
-    The same for any number of ranks. Every rank must call it, and reads them: two rounds of 64 bytes.
+    The same for any number of ranks. Every rank must call it, and reads them: a round of 64 bytes.
 
     Raises:
         OSError: on every rank: a file cannot be read.
         ValueError: on every rank: ranks see other weights.
     """
-    with together(comm):
+    with together(comm) as facts:
         digest = new_digest()
         for file in directory.weight_files:
             last = max(file.path.stat().st_size - _SAMPLE_BYTES, 0)
@@ -108,8 +107,7 @@ def sample_together(comm: Communicator, directory: HfDirectory) -> str:
                     handle.seek(last * place // (_NUM_SAMPLES - 1))
                     digest.update(handle.read(_SAMPLE_BYTES))
         sample = str(digest.hexdigest())
-        facts = {"model files": directory.fingerprint(), "weights (256 KiB of each file)": sample}
-    agree(comm, facts)
+        facts |= {"model files": directory.fingerprint(), "weights (256 KiB of each file)": sample}
     return sample
 
 
@@ -143,7 +141,7 @@ def open_directory(path: str | Path) -> HfDirectory:
             small file is a link that leads out of the directory (but into the hub's cache, if it lies there).
         ImportError: the extra ``hf`` is not installed.
     """
-    folder = Path(path)
+    folder = Path(os.path.expanduser(path))
     if not folder.exists():
         raise FileNotFoundError(f"there is no model directory {folder}")
     if not folder.is_dir():

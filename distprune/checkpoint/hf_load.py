@@ -27,7 +27,8 @@ from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.regions import regions_by_name
 from distprune.checkpoint.stored_slices import Progress, Stored, fill_shards, stored_slices
 from distprune.collectives.agree import together
-from distprune.collectives.communicator import Group, communicator
+from distprune.collectives.base import Communicator
+from distprune.collectives.communicator import Group, ProcessGroup, communicator
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.shards.device import as_device, own_settings
 from distprune.shards.layouts import local_shard
@@ -37,12 +38,15 @@ _MAX_MESSAGE = 500  # characters
 _building = threading.Lock()
 
 
-def mesh_of(group: Group, num_ranks: int, device: torch.device) -> DeviceMesh | None:
-    """Return the mesh of all ranks of ``group``, over which a model is sharded; ``None`` on one rank. Local."""
-    ranks = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
-    if num_ranks == 1 or ranks is None:
+def mesh_of(comm: Communicator, device: torch.device) -> DeviceMesh | None:
+    """Return the mesh of all ranks of ``comm``, over which a model is sharded. Local.
+
+    ``None`` on one rank, or where they are no group of torch.distributed.
+    """
+    group = comm.group if isinstance(comm, ProcessGroup) else dist.group.WORLD
+    if comm.size == 1 or group is None or group.size() != comm.size:
         return None
-    return DeviceMesh.from_group(ranks, device.type, mesh_dim_names=("shard",))
+    return DeviceMesh.from_group(group, device.type, mesh_dim_names=("shard",))
 
 
 def load(
@@ -80,7 +84,7 @@ def load(
     comm = communicator(group)
     with together(comm):
         kind = as_device(device or (mesh.device_type if mesh is not None else "cpu"))
-        mesh = mesh_of(group, comm.size, kind) if mesh is None else mesh
+        mesh = mesh_of(comm, kind) if mesh is None else mesh
     path = resolve_model(str(name), group=comm)
     return load_model(path, mesh=mesh, dtype=dtype, device=kind, group=comm)
 
@@ -126,6 +130,9 @@ def load_model(
     comm = communicator(group)
     facts = {"dtype": str(dtype), "compute_dtype": str(compute_dtype), "mesh": mesh and list(mesh.shape)}
     with together(comm, is_open=isinstance(path, HfDirectory), **facts):
+        for kind in (dtype, compute_dtype):
+            if not (kind is None or (isinstance(kind, torch.dtype) and kind.is_floating_point)):
+                raise TypeError(f"dtype takes a floating-point torch.dtype, or None: as it is stored; not {kind!r}")
         if mesh is not None and mesh.ndim > 2:
             raise ValueError(f"a mesh of one axis, or of two (replicate x shard), is called for, not of {mesh.ndim}")
     directory = path if isinstance(path, HfDirectory) else open_together(comm, path)

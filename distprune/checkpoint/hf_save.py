@@ -40,8 +40,8 @@ from distprune.collectives.agree import together
 from distprune.collectives.communicator import Group, communicator
 from distprune.collectives.roster import Member, agreed_roster
 from distprune.collectives.slow import work_together
-from distprune.models.decoder_blocks import decoder_blocks
-from distprune.models.find_shards import check_model, innermost_model
+from distprune.models.decoder_blocks import bare_model, decoder_blocks
+from distprune.models.find_shards import check_model
 from distprune.shards.layouts import is_held, local_shard
 from distprune.shards.local_shard import LocalShard
 from distprune.shards.parts import check_parts, with_owners
@@ -86,7 +86,9 @@ def save(
     comm = communicator(group)
     with together(comm):
         check_model(model)
-        model = innermost_model(model)
+        if not (tokenizer is None or hasattr(tokenizer, "save_pretrained")):
+            raise TypeError(f"tokenizer takes one of transformers, not {tokenizer!r}; its default is the source's")
+        model = bare_model(model)
         known = source or getattr(getattr(model, "config", None), "name_or_path", None)
         if not known:
             raise ValueError(f"where this {type(model).__name__} was loaded from is not known: say source='DIRECTORY'")

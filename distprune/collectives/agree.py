@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import torch
 
-from distprune.collectives.base import Communicator, Op, as_met, as_raised, as_told
+from distprune.collectives.base import Communicator, Op, as_met, as_raised
 from distprune.mistakes import called_from_outside, tell_trace, trace_of
 
 _Fill: TypeAlias = Callable[[torch.Tensor], object]
@@ -46,7 +46,7 @@ def reduce_together(
     try:
         fill(message[:-1].view(tuple(shape)))
     except BaseException as caught:
-        error = as_told(caught)
+        error = as_met(caught)
         message.zero_()[-1] = 1
     comm.reduce_(message, op)
     if message[-1]:
@@ -72,7 +72,7 @@ def swap_unknown(comm: Communicator, make: Callable[[], Mapping[int, torch.Tenso
         for rank, piece in pieces.items():
             sizes[rank] = piece.numel()
     except BaseException as caught:
-        error = as_told(caught)
+        error = as_met(caught)
     words = [_WORD] * comm.size
     said = torch.tensor(sizes, dtype=torch.int64, device="cpu").view(torch.uint8)
     told = comm.swap(said, words, words).view(torch.int64).tolist()
@@ -82,14 +82,11 @@ def swap_unknown(comm: Communicator, make: Callable[[], Mapping[int, torch.Tenso
 
 
 def swap_known(
-    comm: Communicator,
-    make: Callable[[], Mapping[int, torch.Tensor]],
-    sizes: tuple[Sequence[int], Sequence[int]],
-    device: torch.device | str = "cpu",
+    comm: Communicator, make: Callable[[], Mapping[int, torch.Tensor]], sizes: tuple[Sequence[int], Sequence[int]]
 ) -> list[torch.Tensor]:
     """Do as :func:`swap_unknown` where all ranks know the sizes before: how many bytes go to and come from every rank.
 
-    One round: 8 bytes a rank and the pieces. What is large may lie on a ``device``, the same kind on every rank.
+    One round: 8 bytes a rank and the pieces.
 
     Raises:
         ValueError: on every rank: ``make`` returned pieces of other sizes than said.
@@ -97,7 +94,7 @@ def swap_known(
     to, coming = sizes
     # Before each piece, whether it failed: as a whole word, so that what was aligned stays so.
     sent_sizes, sizes_coming = ([_WORD + size for size in of_ranks] for of_ranks in sizes)
-    sent, error = torch.zeros(sum(sent_sizes), dtype=torch.uint8, device=device), None
+    sent, error = torch.zeros(sum(sent_sizes), dtype=torch.uint8, device="cpu"), None
     try:
         pieces = make()
         made = {rank: num for rank, piece in sorted(pieces.items()) if (num := piece.numel())}
@@ -107,7 +104,7 @@ def swap_known(
         for rank in made:
             parts[rank].copy_(pieces[rank].detach())
     except BaseException as caught:
-        error = as_told(caught)
+        error = as_met(caught)
         sent.fill_(1)
     received = torch.split(comm.swap(sent, sent_sizes, sizes_coming), [num for size in coming for num in (_WORD, size)])
     if torch.cat(received[::2]).any():
@@ -242,7 +239,7 @@ def told_by_all(comm: Communicator, make: Callable[[], Any]) -> Told:
     try:
         value = make()
     except BaseException as caught:
-        error = as_told(caught)
+        error = as_met(caught)
     if same_everywhere(comm, value, error=error)[0]:
         return [(range(comm.size), json.loads(json.dumps(value)))]
     return each_different(comm, value)

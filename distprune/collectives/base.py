@@ -138,9 +138,6 @@ class Communicator(ABC):
     def _swap_bytes(self, sent: torch.Tensor, sent_sizes: list[int], sizes: list[int]) -> torch.Tensor:
         """Return what every rank sent to this one, joined: ``sizes[r]`` bytes from rank r; uint8, where ``sent`` is."""
 
-    def abort(self, code: int) -> None:  # noqa: B027
-        """End the other ranks too, where the launcher would leave them waiting; may return."""
-
 
 @contextmanager
 def _marking(mark: str) -> Iterator[None]:

@@ -61,10 +61,6 @@ class Guarded(Communicator):
     def _swap_bytes(self, sent: torch.Tensor, sent_sizes: list[int], sizes: list[int]) -> torch.Tensor:
         return self._comm._swap_bytes(sent, sent_sizes, sizes)
 
-    @override
-    def abort(self, code: int) -> None:
-        self._comm.abort(code)
-
 
 @contextmanager
 def guarding(comm: Communicator) -> Iterator[Guarded]:

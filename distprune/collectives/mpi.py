@@ -70,8 +70,3 @@ class MpiRanks(Communicator):
         received = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         self.comm.Alltoallv([sent.cpu().numpy(), sent_sizes, MPI.BYTE], [received.numpy(), sizes, MPI.BYTE])
         return received.to(sent.device)
-
-    @override
-    def abort(self, code: int) -> None:
-        # An MPI rank that leaves early makes the others wait in their next collective for ever.
-        self.comm.Abort(code)

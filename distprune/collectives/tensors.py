@@ -64,7 +64,9 @@ def exchange(
     shapes = [torch.Size([*shape[:whole_dim], size, *shape[whole_dim + 1 :]]) for size in sizes]
     numels = [s.numel() for s in shapes]
     sent = torch.cat(pieces).to(staging_device(group))
-    received = _swap(comm, group, sent, [piece.numel() for piece in pieces], numels)
+    received = sent.new_empty(sum(numels))
+    with comm.round(max(sent.nbytes, received.nbytes)):
+        dist.all_to_all_single(received, sent, numels, [piece.numel() for piece in pieces], group=group)
     parts = torch.split(received.to(local.device), numels)
     return torch.cat([part.view(s) for part, s in zip(parts, shapes, strict=True)], dim=whole_dim)
 
@@ -87,16 +89,6 @@ def gather_features(comm: Communicator, group: dist.ProcessGroup, local: torch.T
     # Only the last chunks are shorter, so that what they are padded with is at the end.
     joined = parts.transpose(0, 1).reshape(local.shape[0], num_ranks * staged.shape[1])
     return joined.to(local.device).view(local.dtype)[:, :num_in]
-
-
-def _swap(
-    comm: Communicator, group: dist.ProcessGroup, sent: torch.Tensor, sent_sizes: list[int], sizes: list[int]
-) -> torch.Tensor:
-    """Return what the ranks of ``group`` have for this one, ``sizes[r]`` rows each; rank r gets ``sent_sizes[r]``."""
-    received = sent.new_empty((sum(sizes), *sent.shape[1:]))
-    with comm.round(max(sent.nbytes, received.nbytes)):
-        dist.all_to_all_single(received, sent, sizes, sent_sizes, group=group)
-    return received
 
 
 def placed_like(values: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +113,7 @@ def compare_outputs(outputs: Sequence[str | Path], *, progress: Progress = None)
         FileNotFoundError: some hold neither a report nor a model; the message names them.
         ValueError: a report, or a model without one, is damaged.
     """
-    paths = [*map(Path, outputs)]
+    paths = [Path(os.path.expanduser(path)) for path in outputs]
     files = (REPORT_NAME, CONFIG_NAME)
     if missing := [str(path) for path in paths if not any((path / name).is_file() for name in files)]:
         raise FileNotFoundError(

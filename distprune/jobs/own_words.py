@@ -24,7 +24,7 @@ from distprune.checkpoint.disk import write_whole
 from distprune.checkpoint.hf_directory import new_digest
 from distprune.checkpoint.optional_packages import import_extra
 from distprune.checkpoint.weight_file import open_weights
-from distprune.collectives.agree import agree, together
+from distprune.collectives.agree import together
 from distprune.jobs.options import CALIBRATION, METHOD, MOST, RUNNING, Job, ask, asked
 from distprune.jobs.run import JobFiles, Run
 from distprune.oneshot.recipe import TargetsOf
@@ -134,14 +134,14 @@ def load_windows(
     words: int | str | None,
     length: int,
 ) -> Windows:
-    """Return the windows that a job asks for, and note what was read. Every rank must call it: two rounds of 64 bytes.
+    """Return the windows that a job asks for, and note what was read. Every rank must call it: a round of 64 bytes.
 
     Raises:
         ValueError, OSError: on every rank: as :func:`calibration_windows` and :func:`read_words`, or too few windows.
     """
     text = prompts = own = None
     seed = run.job.seed
-    with together(run.comm):
+    with together(run.comm) as read:
         check_fit(torch.zeros((1, 1), dtype=torch.int64, device="cpu"), run, length)  # before there are any
         file = TextFile(run.tokenizer, Path(calibration))
         if isinstance(words, str):
@@ -158,9 +158,8 @@ def load_windows(
             pieces = file.draw(min(counts.continuing, num_there), num_tokens, seed)
             prompts = pieces[torch.arange(counts.continuing, device="cpu") % len(pieces)]
         tokens = {"calibration tokens": text, "own words of the file": own, "tokens to continue": prompts}
-        read = {what: token_digest(windows) for what, windows in tokens.items() if windows is not None}
+        read |= {what: token_digest(windows) for what, windows in tokens.items() if windows is not None}
         run.read |= read
-    agree(run.comm, read)
     return Windows(counts, length, text, prompts, own)
 
 

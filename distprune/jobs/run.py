@@ -38,7 +38,7 @@ from distprune.checkpoint.hf_save import save_model
 from distprune.checkpoint.hub import resolve_model
 from distprune.checkpoint.output_lock import RECIPE_NAME, RESULT_NAME, locking, remove_tree, unfinished_of
 from distprune.checkpoint.outputs import check_shared, publish
-from distprune.collectives.agree import agree, together
+from distprune.collectives.agree import together
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import communicator
 from distprune.evaluation import Progress, perplexities
@@ -106,16 +106,16 @@ class BareRun:
         self.comm, self._dtype = communicator(group), job.dtype
         self.reporter = Reporter(watcher or Watcher(), self.comm)
         self.seconds: dict[str, float] = {}
-        with together(self.comm):
+        with together(self.comm) as facts:
             job.check()
             self.device = as_device(device)
-        agree(self.comm, {**job.flags(), "device": self.device.type})
+            facts |= {**job.flags(), "device": self.device.type}
         path = resolve_model(job.model, group=self.comm, log=self.reporter.say)
         self.directory = open_together(self.comm, path)
         self.inputs = [path]  # beside those that the job names
         with together(self.comm):
             self.output = job.check(path)
-            self._mesh = mesh_of(group, self.comm.size, self.device)
+            self._mesh = mesh_of(self.comm, self.device)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -193,7 +193,7 @@ class Run(BareRun):
     def __init__(self, job: Job, group: dist.ProcessGroup | None, device: Device, watcher: Watcher | None) -> None:
         super().__init__(job, group, device, watcher)
         self.job = job
-        with together(self.comm):
+        with together(self.comm) as facts:
             self.read: dict[str, object] = {"model files": self.directory.fingerprint()}  # again, when it goes on
             length, most = job.evaluation_length, job.evaluation_tokens
             self._texts = {
@@ -203,10 +203,9 @@ class Run(BareRun):
             for ids in self._texts.values():
                 check_fit(ids, self, length, "evaluation_length (--eval-length)")
             self._tasks = load_tasks(job.tasks) if job.tasks else None
-            digests = {f"evaluation tokens of {name}": token_digest(ids) for name, ids in self._texts.items()}
-            digest = new_digest(json.dumps([digests, job.tasks]).encode()).hexdigest()
+            facts |= {f"evaluation tokens of {name}": token_digest(ids) for name, ids in self._texts.items()}
+            digest = new_digest(json.dumps([facts, job.tasks]).encode()).hexdigest()
             self.evaluation = f"before-{digest[:12]}"  # the record of what is evaluated before
-        agree(self.comm, digests)
         self._started = time.perf_counter()
 
     def note_weights(self, what: str, directory: HfDirectory) -> None:

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from distprune.checkpoint.optional_packages import import_extra
-from distprune.collectives.agree import together
 from distprune.collectives.base import Communicator
+from distprune.collectives.guarded import guarding
 from distprune.evaluation import Continuation, Progress, log_likelihoods
 
 _EXTRA = "tasks"
@@ -60,7 +60,7 @@ def run_tasks(
     """Return every task's and group's metrics: ``{"arc_easy": {"acc": 0.5, "acc_stderr": 0.01}}``.
 
     Every rank must call it, with the same tasks of :func:`load_tasks`. The rounds of :func:`log_likelihoods` for each
-    kind of request, and one of 64 bytes; what the first rank has found is sent to all.
+    kind of request, one of 64 bytes before each and one at the end; what the first rank has found is sent to all.
 
     Raises:
         Exception: on every rank: what a forward, or the harness on one rank, raised.
@@ -69,8 +69,8 @@ def run_tasks(
     metrics: dict[str, dict[str, float]] = {}
     # The harness takes every rank for the first, and would draw its bars on each.
     hidden = contextlib.redirect_stderr(io.StringIO()) if comm.rank else contextlib.nullcontext()
-    with together(comm), hidden:  # its forwards communicate, and raise on all ranks
-        answering = _harness_model(model, tokenizer, comm, progress)
+    with guarding(comm) as ranks, hidden:
+        answering = _harness_model(model, tokenizer, ranks, progress)
         results = harness.evaluate(answering, tasks, bootstrap_iters=_BOOTSTRAP, log_samples=False)["results"]
         for name, values in results.items():
             # A metric and its filter, such as "acc,none".

@@ -12,6 +12,7 @@ from distprune.kernels.lowest import Keys
 from distprune.kernels.table import Piece, tables_of
 
 MOST_IN_GROUP = 32
+MOST_IN_ROW = (1 << 21) - 1  # three such numbers are counted in 64 bits
 Units = tuple[str, int, int]  # ("groups", n, m), or ("rows", inputs, how many go)
 _LANES = 1024  # of a tile of groups, half of it for large ones: with more, registers spill
 _WIDEST = 1 << 13  # of a row that is one tile, of 1,024 threads; a longer one is read again for each bit

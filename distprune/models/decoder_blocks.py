@@ -108,9 +108,22 @@ def is_encoder_decoder(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
+def bare_model(model: nn.Module) -> nn.Module:
+    """Return the model inside DDP, DataParallel and ``torch.compile``, which add a level to its names. Local."""
+    anything: Any = model
+    while True:
+        if isinstance(anything, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            anything = anything.module
+        elif "_orig_mod" in getattr(anything, "_modules", ()):
+            anything = anything._orig_mod
+        else:
+            bare: nn.Module = anything
+            return bare
+
+
 def text_config(model: nn.Module) -> Any:
     """Return the configuration of what reads and writes text in ``model``, ``None`` without any. Local."""
-    config: Any = getattr(model, "config", None)
+    config: Any = getattr(bare_model(model), "config", None)
     find = getattr(config, "get_text_config", None)
     return config if find is None else find(decoder=True)
 

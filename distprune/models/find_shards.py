@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from distprune.models.decoder_blocks import decoder_blocks, warn_of_other_blocks
+from distprune.models.decoder_blocks import bare_model, decoder_blocks, warn_of_other_blocks
 from distprune.models.matrices import Held, without_wrappers
 from distprune.models.weights import check_keeps_zeros, list_parameters, parametrized, why_no_weights
 from distprune.shards.layouts import is_held, local_shard
@@ -197,18 +197,3 @@ def listed(patterns: NamePattern | Iterable[NamePattern]) -> list[NamePattern]:
                 f"{type(pattern).__name__}"
             )
     return several
-
-
-def bare_model(model: nn.Module) -> nn.Module:
-    """Return the model inside wrappers that add a level to its names. Local."""
-    while isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        model = model.module
-    return model
-
-
-def innermost_model(model: nn.Module) -> nn.Module:
-    """Return the model inside such wrappers and ``torch.compile``. Local."""
-    model = bare_model(model)
-    while "_orig_mod" in model._modules:
-        model = bare_model(model.get_submodule("_orig_mod"))
-    return model

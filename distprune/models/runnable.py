@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from distprune.models.decoder_blocks import is_encoder_decoder
-from distprune.models.find_shards import innermost_model
+from distprune.models.decoder_blocks import bare_model, is_encoder_decoder, text_config
 from distprune.shards.layouts import local_of
 from distprune.shards.local_shard import no_values
 
@@ -41,7 +41,7 @@ def check_runs_on_tokens(model: nn.Module) -> None:
 
 def inputs_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``inputs``, without ``use_cache`` where ``model`` has none."""
-    arguments = inspect.signature(innermost_model(model).forward).parameters
+    arguments = inspect.signature(bare_model(model).forward).parameters
     takes_it = any(name == "use_cache" or one.kind is one.VAR_KEYWORD for name, one in arguments.items())
     return {name: value for name, value in inputs.items() if takes_it or name != "use_cache"}
 
@@ -65,6 +65,7 @@ def logits_on_tokens(model: nn.Module, **inputs: Any) -> torch.Tensor:
 
     Raises:
         ValueError: as :func:`run_on_tokens` does, or there are none.
+        NotImplementedError: they are cut over ranks.
     """
     output = run_on_tokens(model, **inputs)
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
@@ -73,7 +74,16 @@ def logits_on_tokens(model: nn.Module, **inputs: Any) -> torch.Tensor:
             f"{type(model).__name__} puts out a {type(output).__name__} without logits; load it with its "
             "language-model head, if that is missing"
         )
+    check_logits(logits, getattr(text_config(model), "vocab_size", None))
     return logits
+
+
+def check_logits(logits: torch.Tensor, vocabulary: int | None) -> None:
+    """Raise a NotImplementedError if not all of ``logits`` (..., ``vocabulary``) are on this rank."""
+    if isinstance(logits, DTensor) or (vocabulary is not None and logits.shape[-1] < vocabulary):
+        raise NotImplementedError(
+            f"logits are cut: {tuple(logits.shape)} on this rank; let the tensor-parallel plan replicate them"
+        )
 
 
 def does_not_run(model: nn.Module, error: Exception) -> ValueError:

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral
 from typing import ClassVar
 
 import torch
@@ -143,7 +144,7 @@ def _part_of(pattern: Pattern, closed: float) -> Pattern:
         return pattern
 
     def part(share: int | float) -> int | float:
-        return closed * share if isinstance(share, float) else int(closed * share)
+        return int(closed * share) if isinstance(share, Integral) else closed * share
 
     shares = vars(pattern)["sparsity"]
     less = {name: part(share) for name, share in shares.items()} if isinstance(shares, Mapping) else part(shares)

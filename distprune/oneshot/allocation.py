@@ -22,10 +22,10 @@ from distprune.calibration.token_ids import TokenIds
 from distprune.collectives.agree import max_together, together
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Group, communicator
-from distprune.models.decoder_blocks import decoder_blocks
+from distprune.models.decoder_blocks import bare_model, decoder_blocks
 from distprune.models.find_shards import Found
 from distprune.models.linear_layers import LinearLayer, expert_place
-from distprune.oneshot.plan import make_plan
+from distprune.oneshot.plan import check_predicts, make_plan
 from distprune.oneshot.recipe import Recipe
 from distprune.patterns.within_rows import PerRow
 from distprune.pruning.agreement import agreeing
@@ -80,16 +80,15 @@ def allocate(
             shares within bounds meet; NaN or Inf in the loss, with the samples, or in gradients, with the layer.
         RuntimeError: on every rank: a forward that changes the model's own weights.
     """
-    comm = communicator(group)
+    comm, model = communicator(group), bare_model(model)
     samples = samples_of(comm, model, samples)
 
     with agreeing(comm) as agreed:
-        if not isinstance(sparsity, float):
-            raise TypeError(f"sparsity must be a share such as 0.6, not {sparsity!r}")
+        if not isinstance(sparsity, float) or not isinstance(max_difference, int | float):
+            raise TypeError(f"each must be a share such as 0.6: {sparsity=}, {max_difference=}")
         recipe = Recipe(method="magnitude", pattern=PerRow(sparsity))
         plan = make_plan(model, samples, recipe, batch_tokens=batch_tokens)
-        if plan.samples.shape[1] < 2:
-            raise ValueError(f"samples of {plan.samples.shape[1]} token have none to predict; two are the least")
+        check_predicts(plan.samples)
         if not 0 <= max_difference <= 1:
             raise ValueError(f"{max_difference=} is not between 0 and 1")
         agreed.found = Found(plan.shards, has_blocks=True)

@@ -18,7 +18,7 @@ from distprune.calibration.order import BlockOrder, learn_order
 from distprune.calibration.statistics import InputStatistics
 from distprune.calibration.targets import Targets
 from distprune.calibration.walk import Walk
-from distprune.collectives.agree import agree, max_together, together
+from distprune.collectives.agree import max_together, together
 from distprune.collectives.base import Communicator, Traffic
 from distprune.models.linear_layers import LinearLayer, linear_layers
 from distprune.oneshot.block_fit import BlockFit, batch_size, fit_block
@@ -151,9 +151,8 @@ class _BlockWalk:
 
     def is_restored(self, finished: Finished) -> bool:
         """Return whether ``finished`` brings the block to what it was pruned to; then advance behind it."""
-        with together(self.comm):
-            is_done = bool(finished(self.index))
-        agree(self.comm, {f"finished({self.index})": is_done})
+        with together(self.comm) as facts:
+            facts[f"finished({self.index})"] = is_done = bool(finished(self.index))
         if is_done and self.advances:
             self.walk.advance(self.index, self.comm)
         return is_done

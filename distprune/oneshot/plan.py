@@ -65,6 +65,12 @@ def check_samples(model: nn.Module, samples: torch.Tensor) -> None:
     check_fit(samples, model)
 
 
+def check_predicts(samples: torch.Tensor) -> None:
+    """Raise a ValueError if ``samples`` (num_samples, length) have no token to predict. Local."""
+    if samples.shape[1] < 2:
+        raise ValueError(f"samples of {samples.shape[1]} token have none to predict; two are the least")
+
+
 def blocks_to_walk(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the decoder blocks of ``model``, in its shards; warn of other lists. Local.
 

@@ -14,7 +14,7 @@ from distprune.calibration.statistics import EXPERT_MEMORY
 from distprune.calibration.token_ids import TokenIds
 from distprune.collectives.communicator import Group, communicator
 from distprune.hints import with_hints
-from distprune.models.decoder_blocks import other_blocks
+from distprune.models.decoder_blocks import bare_model, other_blocks
 from distprune.models.find_shards import Found, count_parameters
 from distprune.oneshot.block import Finished, OnBlock, run_blocks
 from distprune.oneshot.driver import prune_rows
@@ -61,7 +61,7 @@ def prune_blocks(
     (0.5, 0.5)
 
     Args:
-        model: plain, or laid out by FSDP2, HSDP or tensor parallelism.
+        model: plain, in DDP, or laid out by FSDP2, HSDP or tensor parallelism.
         samples: token ids, the same on every rank, as :func:`distprune.calibration_windows` returns them; or
             ``"self"``: windows that the model writes.
         sparsity: the share of zeros, or one for each layer by name. ``None``: ``pattern`` says it.
@@ -90,7 +90,7 @@ def prune_blocks(
         RuntimeError: on every rank, nothing pruned: a forward that changes the model's weights.
         ValueError: on every rank, blocks before pruned: NaN or Inf, of what, and where.
     """
-    comm = communicator(group)
+    comm, model = communicator(group), bare_model(model)
     samples = samples_of(comm, model, samples)
     meter = Meter(comm)
 

@@ -128,6 +128,13 @@ class Scored(Solver):
     by_row: bool = False
 
     @override
+    def check(self, pattern: Pattern) -> None:
+        if self.by_row:
+            pattern.by_row()
+        if others := sorted({*self.score.needs} - {"input_norm"}):
+            raise NotImplementedError(f"{self.score!r} needs {others[0]!r}, which a walk has not; use prune_model")
+
+    @override
     def solve(self, rows: Mapping[str, Rows], moments: Moments, pattern: Pattern, choose: Choose) -> dict[str, Solved]:
         weights = {name: layer.weight for name, layer in rows.items()}
         keep = choose(weights, pattern.by_row() if self.by_row else pattern, self.score)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from numbers import Integral
 from typing import ClassVar
 
 import torch
@@ -22,7 +23,7 @@ from distprune.masks.in_place import zero_where_pruned
 from distprune.oneshot.damping import damped_factor
 from distprune.oneshot.rows import Rows
 from distprune.oneshot.solver import SIZES, Choose, Solved, Solver, as_keys
-from distprune.patterns.base import Pattern
+from distprune.patterns.base import Pattern, shares_of
 from distprune.patterns.n_by_m import NByM
 from distprune.shards.device import on_host
 
@@ -65,6 +66,8 @@ class SparseGPT(Solver):
     def check(self, pattern: Pattern) -> None:
         if not pattern.width:
             raise NotImplementedError(f"SparseGPT decides block of columns by block of columns, not by {pattern!r}")
+        if any(isinstance(share, Integral) for share in shares_of(vars(pattern).get("sparsity", 0.0))):
+            raise NotImplementedError(f"SparseGPT prunes a share of each block of columns, not a number: {pattern!r}")
 
     @override
     def prepare(self, moments: Moments) -> dict[str, torch.Tensor]:

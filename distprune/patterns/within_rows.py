@@ -19,7 +19,7 @@ from typing_extensions import override
 from distprune.collectives.agree import sum_together
 from distprune.kernels.available import has_kernels
 from distprune.kernels.table import Piece
-from distprune.kernels.within import Units, Within
+from distprune.kernels.within import MOST_IN_ROW, Units, Within
 from distprune.patterns.base import Choice, Pattern, Ranked, check_share, shares_of
 from distprune.patterns.census import take_census
 from distprune.patterns.cut_bands import Answers, CutBands, CutPart, unpacked
@@ -108,7 +108,8 @@ class PerRow(WithinRows):
 
     @override
     def kernel(self, matrix: Matrix) -> Units | None:
-        return "rows", max(matrix.num_in, 1), round(self._share * matrix.num_in)
+        fits = matrix.num_in <= MOST_IN_ROW
+        return ("rows", max(matrix.num_in, 1), round(self._share * matrix.num_in)) if fits else None
 
     @override
     def unit(self, matrix: Matrix) -> tuple[int, int]:

@@ -312,6 +312,9 @@ def local_evidence(
     Raises:
         ValueError: a key names no parameter of the model. Stages of a pipeline may be given that of others.
     """
+    if unread := sorted(given.keys() - {*agreed.score.needs}):
+        takes = ", ".join(agreed.score.needs) or "none"
+        raise ValueError(f"score {agreed.score.name!r} reads no evidence {unread[0]!r}; it takes {takes}")
     names, by_name = agreed.found.names, {shard.name: shard for shard in shards}
     evidence = {name: dict(local.get(name, {})) for name in by_name}
     for kind, of_parameters in given.items():

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import glob
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from distprune.pruning.torch_api.functions import put_masks
 from distprune.shards.device import own_settings
 from distprune.shards.fsdp2 import Fsdp2Params
 from distprune.shards.layouts import dtensor_like
-from distprune.shards.local_shard import LocalShard
+from distprune.shards.local_shard import LocalShard, no_values
 from distprune.shards.parts import check_parts
 
 
@@ -330,16 +331,19 @@ class Masks(Mapping[str, torch.Tensor]):
             ImportError: on every rank: the extra ``hf`` is not installed.
         """
         comm, loaded = communicator(group), dict[str, torch.Tensor]()
+        path = Path(os.path.expanduser(path))
         with together(comm, masks=str(path)):
-            if not Path(path).is_file():
+            if not path.is_file():
                 raise FileNotFoundError(f"there is no file of masks {path}")
-            file = read_weight_file(Path(path))
+            file = read_weight_file(path)
             names = [glob.escape(entry.name) for entry in file.tensors]
         agreed = NamedWeights(model, names).agree(comm, lambda: file.tensors)
 
         def read() -> Sequence[LocalShard]:
             held = agreed.shards()
             for shard in held:
+                if shard.local.is_meta:
+                    raise no_values(shard.name)
                 shape, device = shard.geometry.local_shape, shard.local.device
                 loaded[shard.name] = torch.empty(shape, dtype=torch.bool, device=device)
             fill_from_file(file, [dataclasses.replace(shard, local=loaded[shard.name]) for shard in held])

@@ -28,7 +28,7 @@ from distprune.oneshot.rows import Rows
 from distprune.patterns.unstructured import Unstructured
 from distprune.pruning.agreement import agreeing
 from distprune.removal.criteria import Criterion, CriterionName, criterion_of
-from distprune.removal.readers import find_norms, find_readers
+from distprune.removal.readers import Asked, find_norms, find_readers
 from distprune.removal.rebuild import Kept
 from distprune.removal.remover import Refit, UnitRemover
 from distprune.shards.geometry import indices_of
@@ -54,6 +54,12 @@ def resolved_refit(
     if refit == "block":
         check_can_fit(targets)
     return refit, share_of_targets(targets, target_share)
+
+
+def check_biases(asked: Mapping[str, Asked], refit: Refit) -> None:
+    """Raise a ValueError if ``refit`` needs biases, and one of ``asked`` has none. Local."""
+    if refit == "bias" and (without := [name for name, one in asked.items() if one.linear.bias is None]):
+        raise ValueError(f"refit='bias' needs biases, and {without[0]!r} has none; use 'least_squares' or 'none'")
 
 
 @dataclass(frozen=True)
@@ -130,8 +136,7 @@ def choose_units(
                 why = "has no one linear layer that could make up for the layers that go behind it"
                 warnings.warn(f"block {name!r} {why}", stacklevel=2)
         asked = readers.asked
-        if refit == "bias" and (without := [name for name, one in asked.items() if one.linear.bias is None]):
-            raise ValueError(f"refit='bias' needs biases, and {without[0]!r} has none; use 'least_squares' or 'none'")
+        check_biases(asked, refit)
         heads = [name for name, one in asked.items() if one.units.kind == "heads" and targets is None]
         if refit != "block" and len(heads) == len(asked):
             share = 0.0  # nothing needs the dense stream

@@ -13,7 +13,7 @@ from torch import nn
 
 from distprune.calibration.catch_inputs import visit_blocks
 from distprune.calibration.data import device_of, token_digest
-from distprune.collectives.agree import agree, together
+from distprune.collectives.agree import together
 from distprune.collectives.communicator import Group, communicator
 from distprune.models.experts import expert_inputs, expert_matrix
 from distprune.models.matrices import expert_weights
@@ -50,7 +50,7 @@ def choose_experts(
             equals the first goes.
 
     Every rank of ``group`` must call it, with equal arguments, and all come to the same experts, as one rank does.
-    Rounds: those of :func:`visit_blocks`, and 1 of 64 bytes.
+    Rounds: those of :func:`visit_blocks`, and 2 of 64 bytes.
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank: what ``prune_blocks`` refuses; more experts than are
@@ -58,7 +58,7 @@ def choose_experts(
             NaN or infinite, by block.
     """
     comm = communicator(group)
-    with together(comm):
+    with together(comm) as facts:
         check_samples(model, samples)
         chosen("expert_criterion", criterion, ExpertCriterion)
         blocks = blocks_to_walk(model)
@@ -70,8 +70,8 @@ def choose_experts(
         visits = [
             _scoring(block, [units for place, units, _ in places if place == name], criterion) for name, block in blocks
         ]
-        digest = token_digest(samples)
-    agree(comm, {"keep": repr(keep), "criterion": criterion, "samples": digest, "batch_tokens": batch_tokens})
+        facts |= {"keep": repr(keep), "criterion": criterion, "batch_tokens": batch_tokens}
+        facts["samples"] = token_digest(samples)
     scores = list(visit_blocks(comm, model, samples, visits, offload=offload, batch_tokens=batch_tokens))
     kept: dict[Any, torch.Tensor] = {}
     with together(comm):

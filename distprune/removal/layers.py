@@ -20,13 +20,13 @@ from torch import nn
 from distprune.calibration.catch_inputs import Progress, past_blocks, visit_blocks, walking
 from distprune.calibration.data import token_digest
 from distprune.calibration.walk import Walk, with_hidden
-from distprune.collectives.agree import agree, sum_together, together
+from distprune.collectives.agree import sum_together, together
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Group, communicator
 from distprune.models.cross_entropy import cross_entropy
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.evaluating import replacing_forwards
-from distprune.oneshot.plan import blocks_to_walk, check_samples
+from distprune.oneshot.plan import blocks_to_walk, check_predicts, check_samples
 from distprune.oneshot.recipe import chosen
 from distprune.removal.readers import number_of
 from distprune.shards.device import fetched, sent
@@ -75,16 +75,15 @@ def order_layers(
             there, or none; a loss, or hidden states, that are NaN or infinite, by layer.
     """
     comm = communicator(group)
-    with together(comm):
+    with together(comm) as facts:
         check_samples(model, samples)
         num_layers = len(blocks_to_walk(model))
         num_kept = number_of(num_kept, num_layers, "layers")
         chosen("layer_criterion", criterion, LayerCriterion)
-        if criterion == "loss" and samples.shape[1] < 2:
-            raise ValueError(f"samples of {samples.shape[1]} token have none to predict; two are the least")
-        digest = token_digest(samples)
-        facts = {"layers": num_kept, "criterion": criterion, "known": list(known), "batch_tokens": batch_tokens}
-    agree(comm, {**facts, "samples": digest})
+        if criterion == "loss":
+            check_predicts(samples)
+        facts |= {"layers": num_kept, "criterion": criterion, "known": list(known), "batch_tokens": batch_tokens}
+        facts["samples"] = token_digest(samples)
     num_gone = num_layers - num_kept
     order = list(known)[:num_gone]
     if len(order) == num_gone:

@@ -35,12 +35,6 @@ class Asked:
     norms: torch.Tensor | None = None
     gradients: torch.Tensor | None = None
 
-    @property
-    def features(self) -> torch.Tensor:
-        """(num_units, width): the inputs that each unit owns."""
-        assert self.units.reader_index is not None  # else there is no reader
-        return self.units.reader_index
-
 
 @dataclass(frozen=True)
 class Readers:

@@ -106,10 +106,11 @@ class UnitRemover(Solver):
 def _evidence(name: str, asked: Asked, moments: Moments, *, centered: bool) -> UnitEvidence:
     assert moments.products is not None
     assert moments.gram is not None  # both were asked for
+    assert asked.units.reader_index is not None  # else there is no reader
     num, means, device = max(moments.num_tokens, 1), moments.mean, moments.mean.device
     mean_squares = moments.squares / num
     return UnitEvidence(
-        features=asked.features.to(device),
+        features=asked.units.reader_index.to(device),  # (num_units, width): the inputs that each unit owns
         products=moments.products - num * torch.outer(means, means) if centered else moments.products,
         gram=moments.gram,
         means=means,

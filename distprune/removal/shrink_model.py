@@ -24,12 +24,14 @@ from distprune.hints import with_hints
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.find_shards import count_parameters
 from distprune.models.units import UnitKind, find_units
-from distprune.oneshot.recipe import TargetsOf
+from distprune.oneshot.plan import check_predicts, check_samples
+from distprune.oneshot.recipe import TargetsOf, chosen
 from distprune.oneshot.report import BlockReport, OneShotReport
-from distprune.removal.choose_units import choose_units, resolved_refit
-from distprune.removal.criteria import Criterion, CriterionName
+from distprune.removal.choose_units import check_biases, choose_units, resolved_refit
+from distprune.removal.criteria import Criterion, CriterionName, criterion_of
 from distprune.removal.experts import ExpertCriterion, choose_experts
 from distprune.removal.layers import LayerCriterion, order_layers
+from distprune.removal.readers import find_readers
 from distprune.removal.rebuild import Kept, check_layers, remove_layers, remove_units
 from distprune.removal.remover import Refit
 from distprune.removal.sizes import Budget, Sizes
@@ -159,14 +161,22 @@ def shrink_model(
     with together(comm, **vars(sizes), samples=isinstance(samples, str)):
         budget = job.budget or sizes.check(model)
         fitted, _ = resolved_refit(refit, targets, target_share)
+        criterion = criterion_of(criterion)
+        chosen("layer_criterion", layer_criterion, LayerCriterion)
+        chosen("expert_criterion", expert_criterion, ExpertCriterion)
+        for kind in {*sizes.of_units, *(budget.options if budget else ())} - {"experts", "layers"}:
+            check_biases(find_readers(model, {kind: 1.0}, None, heals=False).asked, fitted)
     samples = samples_of(comm, model, samples)
     with together(comm):
         token_ids = as_windows(samples)
+        check_samples(model, token_ids)
         if budget is not None and min(token_ids.shape) < 2:
             raise ValueError(
                 "parameters: what leaves is said by held-out samples: 2 of 2 tokens are the least, not "
                 f"{tuple(token_ids.shape)}"
             )
+        if layers is not None and layer_criterion == "loss":
+            check_predicts(token_ids)
         num_all, num_parameters_before = len(decoder_blocks(model)), count_parameters(model)
     walked: dict[str, Any] = {"group": comm, "offload": offload, "batch_tokens": batch_tokens}
     how: dict[str, Any] = {"criterion": criterion, "targets": targets, "target_share": target_share, **walked}

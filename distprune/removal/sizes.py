@@ -53,7 +53,7 @@ class Sizes:
         return {kind: size for kind in UNIT_KINDS if (size := getattr(self, kind)) is not None}
 
     def check_asked(self) -> None:
-        """Raise a ValueError unless something is to be removed that can be in one go. Local."""
+        """Raise a ValueError or a TypeError unless something is to be removed that can be in one go. Local."""
         if all(size is None for size in vars(self).values()):
             sizes = ", ".join(f"{name}=..." for name in vars(self))
             raise ValueError(f"there is nothing to remove: say what stays, by one of {sizes}")
@@ -61,6 +61,8 @@ class Sizes:
             raise ValueError(
                 "heads=... and kv_groups=... are inputs of one linear layer: remove one of them, then the other"
             )
+        if isinstance(self.parameters, bool) or not isinstance(self.parameters, int | float | None):
+            raise TypeError(f"parameters: a number or a share of them, not {self.parameters!r}")
         most = 1 if isinstance(self.parameters, float) else math.inf
         if self.parameters is not None and not 0 < self.parameters <= most:
             raise ValueError(f"parameters: {self.parameters} is neither a number from 1 on nor a share in (0, 1]")

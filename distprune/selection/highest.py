@@ -18,7 +18,7 @@ import torch
 from distprune.kernels.available import has_kernels
 from distprune.kernels.lowest import Keys
 from distprune.kernels.table import Piece
-from distprune.kernels.within import MOST_IN_GROUP, Units, Within
+from distprune.kernels.within import MOST_IN_GROUP, MOST_IN_ROW, Units, Within
 from distprune.shards.device import chunk_size, fetched, on_host
 
 Array = npt.NDArray[Any]
@@ -88,7 +88,7 @@ def keep_highest_per_row(scores: torch.Tensor, num_pruned: int | torch.Tensor) -
             kept.reshape(-1)[tied[place_from_end <= num_tied_kept[row]]] = True
 
     choose = here if is_here else lambda rows, keep, _: _keep_by_sorting(rows, number, keep)
-    return _by_rows(scores, choose, ("rows", num_columns, number))
+    return _by_rows(scores, choose, ("rows", num_columns, number) if num_columns <= MOST_IN_ROW else None)
 
 
 def _check_2d(scores: torch.Tensor) -> None:
@@ -140,11 +140,8 @@ def _keep_by_sorting(rows: torch.Tensor, num_pruned: int | torch.Tensor, keep: t
     """Write what stays of ``rows`` into ``keep``, on a device; ``num_pruned``: of each, or (rows, 1)."""
     # A device's stable sort may go by bits; adding 0.0 makes a -0.0 a 0.0.
     order = (rows + 0.0 if rows.is_floating_point() else rows).sort(dim=1, stable=True).indices
-    if isinstance(num_pruned, int):
-        keep.fill_(True).scatter_(1, order[:, :num_pruned], False)
-    else:
-        stays = torch.arange(rows.shape[1], device=rows.device) >= num_pruned
-        keep.scatter_(1, order, stays)
+    stays = torch.arange(rows.shape[1], device=rows.device) >= num_pruned
+    keep.scatter_(1, order, stays.expand_as(order))
 
 
 def _by_rows(

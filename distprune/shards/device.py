@@ -42,8 +42,10 @@ def as_device(device: torch.device | str) -> torch.device:
         found = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device={device!r} is no device: say 'cpu', or 'cuda'") from error
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device={str(device)!r}: there are {torch.cuda.device_count()} CUDA devices here; say 'cpu'")
+    here = torch.accelerator.current_accelerator()
+    num = torch.get_device_module(found).device_count() if here is not None and here.type == found.type else 0
+    if found.type != "cpu" and (found.index or 0) >= num:
+        raise ValueError(f"device={str(device)!r}: there are {num} {found.type.upper()} devices here; say 'cpu'")
     return found
 
 

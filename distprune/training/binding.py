@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -140,10 +139,9 @@ class Binding:
             handle.remove()
         self._model_hooks, self._part_hooks, self._kept = [], [], None
 
-    def find(self, model: nn.Module | None = None) -> list[LocalShard]:
-        """Return what is held as it is now, or its likes in another ``model``. Layers added since are held."""
-        weights = self._weights if model is None else dataclasses.replace(self._weights.weights, model=model)
-        return [shard for shard in weights.find().shards if shard.name not in self._left_out]
+    def find(self) -> list[LocalShard]:
+        """Return what is held as it is now. Layers added since are held."""
+        return [shard for shard in self._weights.find().shards if shard.name not in self._left_out]
 
     def moved_by(self, optimizer: Optimizer) -> HeldTogether:
         """Return what ``optimizer`` moves of what is held."""

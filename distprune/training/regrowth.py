@@ -58,7 +58,7 @@ class Regrow:
     keeps them beside the model, is :class:`StraightThrough` (SR-STE).
 
     Raises:
-        ValueError: on construction: a share out of range, steps that are not positive, or every step.
+        ValueError, TypeError: on construction: a share out of range, steps that are not positive, or every step.
     """
 
     stop: int
@@ -68,6 +68,8 @@ class Regrow:
 
     def __post_init__(self) -> None:
         check_share(float(self.fraction), "fraction")
+        if not isinstance(self.every, int) or not isinstance(self.stop, int):
+            raise TypeError(f"every={self.every!r}, stop={self.stop!r}: steps are whole numbers")
         if self.every < 2 or self.stop < 1:
             raise ValueError(
                 f"every={self.every}, stop={self.stop}: regrowth needs stop >= 1, and every >= 2, for what grew must "

@@ -173,13 +173,14 @@ class SparseTraining:
             ValueError: nothing changed: sums of other parameters, or of another rank: DTensors that were not loaded in
                 place, as ``torch.distributed.checkpoint`` does it.
         """
+        step = int(state_dict["step"])
         if isinstance(self._score, Movement) and "movement" in state_dict:
             load_in_place(self._comm, self._sums(), state_dict["movement"], "sums of movement")
         elif isinstance(self._score, Movement):
             self._movement = {}
-            if int(state_dict["step"]):
+            if step:
                 warnings.warn("the checkpoint has no sums of movement: they begin anew", stacklevel=2)
-        self.step = int(state_dict["step"])
+        self.step = step
         self._level = self._levels(self.step - 1) if self.step else [0.0] * len(self._schedules)
         self.hold.expect_others()
 

@@ -20,10 +20,8 @@ from typing_extensions import override
 from distprune import calibration_windows
 from distprune.calibration import text
 from distprune.calibration.data import Batches, check_fit, tokens_together
-from distprune.calibration.sample_group import SampleGroup
 from distprune.calibration.text import tokenize_file
 from distprune.calibration.token_ids import as_line, as_windows
-from distprune.calibration.walk import spread
 from distprune.checkpoint.hf_load import load_tokenizer
 from tests.hf_models import TEXT
 
@@ -80,6 +78,12 @@ def test_windows_of_text_and_of_several_files(tmp_path: Path) -> None:
         calibration_windows("notes.txt", letters)
     with pytest.raises(FileNotFoundError, match="there is no calibration file nothing"):
         calibration_windows([Path("nothing")], letters)
+    for words in ("short text", "long " * 100):
+        with pytest.raises(FileNotFoundError, match=rf"no calibration file {words[:9]}.*of texts make one: .*join"):
+            calibration_windows([words, words], letters)
+    for numbers in ((1.5, 4), ("3", 4), (3, 4.0)):
+        with pytest.raises(TypeError, match="both are numbers"):
+            calibration_windows(one, letters, *numbers)
     with pytest.raises(ValueError, match="seed=18446744073709551616 has more than the 64 bits"):
         calibration_windows(one, letters, 3, 4, seed=1 << 64)
     with pytest.raises(TypeError, match=r"seed must be an int, not 0\.5"):
@@ -108,6 +112,7 @@ PADDED = {"input_ids": torch.tensor([[1, 2, 3], [4, 5, 0]]), "attention_mask": t
         ([{"input_ids": torch.tensor([row])} for row in IDS], IDS),
         (DataLoader(ROWS, batch_size=2), IDS),
         (PADDED, [[1, 2, 3]]),
+        ({**PADDED, "attention_mask": PADDED["attention_mask"].bool()}, [[1, 2, 3]]),
         ([[1], [2, 3], [4, 5, 6, 7], [8, 9, 10]], [[1, 2, 3, 4], [5, 6, 7, 8]]),
     ],
 )
@@ -309,8 +314,6 @@ def test_does_not_fit_the_model() -> None:
     with pytest.raises(ValueError, match="sequences of 8 tokens are longer than the model's 6 positions"):
         check_fit(torch.arange(8)[None], make_model(positions=6))
     check_fit(torch.arange(6)[None], make_model(positions=6))
-    with pytest.raises(ValueError, match="no calibration sample"):
-        spread(torch.empty(0, 4, dtype=torch.int64), SampleGroup())
 
 
 def test_how_many_tokens_run_together(monkeypatch: pytest.MonkeyPatch) -> None:

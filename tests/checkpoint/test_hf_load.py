@@ -18,10 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distprune import l1_unstructured, load, save, shrink_model
 from distprune.checkpoint.hf_load import load_model
+from distprune.collectives.communicator import communicator
 from distprune.jobs import PruneJob, SampleJob, run_prune_job, run_sample_job
 from tests.architectures import samples
 from tests.hf_models import ARCHITECTURES, make_model, make_tokenizer
-from tests.worlds import all_raise, run_threads
+from tests.worlds import ProcessPool, all_raise, run_threads
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -207,6 +208,8 @@ def python_on_rank(rank: int, folder: Path) -> torch.Tensor:
         ("cuda", "device='cuda': there are 0 CUDA devices here; say 'cpu'"),
         (torch.device("cuda", 3), "device='cuda:3': there are 0 CUDA devices here; say 'cpu'"),
         ("gpu", "device='gpu' is no device: say 'cpu', or 'cuda'"),
+        ("meta", "device='meta': there are 0 META devices here; say 'cpu'"),
+        ("mps", "device='mps': there are 0 MPS devices here; say 'cpu'"),
     ],
 )
 def test_a_device_that_is_not_there(
@@ -224,6 +227,27 @@ def test_a_device_that_is_not_there(
     for call in calls:
         with pytest.raises(ValueError, match=re.escape(message)):
             call()
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", torch.int8])
+def test_a_dtype_that_is_none(tmp_path: Path, dtype: Any) -> None:
+    model = str(make_model(tmp_path / "model"))
+    with pytest.raises(TypeError, match="dtype takes a floating-point"):
+        load(model, dtype=dtype)
+
+
+def on_some_ranks(rank: int, folder: Path) -> int:
+    """Ranks that are not in the group call nothing."""
+    group = torch.distributed.new_group([1, 2])
+    if rank not in (1, 2):
+        return 0
+    weight = next(load(folder, group=communicator(group)).parameters())
+    assert isinstance(weight, DTensor)
+    return weight.device_mesh.size()
+
+
+def test_a_communicator_of_some_ranks(pool: ProcessPool, tmp_path: Path) -> None:
+    assert pool.run(4, on_some_ranks, make_model(tmp_path / "model")) == [0, 2, 2, 0]
 
 
 def test_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

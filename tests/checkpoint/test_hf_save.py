@@ -101,6 +101,13 @@ def test_a_wrapped_model(tmp_path: Path, wrap: Callable[[torch.nn.Module], torch
     assert digests(target) == digests(folder)
 
 
+def test_a_tokenizer_that_is_none(tmp_path: Path) -> None:
+    model = load_model(make_model(tmp_path / "model"))
+    with pytest.raises(TypeError, match="tokenizer takes one of transformers, not 'gpt2'"):
+        save(model, tmp_path / "saved", "gpt2", source=tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 @pytest.mark.parametrize("rows", [Shard(0), Replicate()])
 def test_a_weight_that_the_first_rank_does_not_hold(tmp_path: Path, rows: Placement) -> None:
     folder, target = make_model(tmp_path / "model"), tmp_path / "out"

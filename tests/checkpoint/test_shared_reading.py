@@ -27,7 +27,7 @@ def test_copies_are_one_checkpoint(split_model: Path, tmp_path: Path, num_ranks:
     alone = run_threads(1, read, [split_model])[0][1]
     for rank, (directory, sample, traffic) in enumerate(run_threads(num_ranks, read, copies)):
         assert directory == open_directory(copies[rank % 2])
-        assert (sample, traffic) == (alone, (4, 4 * 64))
+        assert (sample, traffic) == (alone, (2, 2 * 64))
 
 
 def other_header(path: Path) -> None:

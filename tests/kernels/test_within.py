@@ -11,7 +11,7 @@ from tests.kernels import interpreted  # noqa: F401  # first
 from distprune.kernels.held import Tables, count_zeros, read_all_held, zero_where_masked  # isort: skip
 from distprune.kernels.lowest import Keys  # isort: skip
 from distprune.kernels.table import Piece  # isort: skip
-from distprune.kernels.within import MOST_IN_GROUP, Within  # isort: skip
+from distprune.kernels.within import MOST_IN_GROUP, MOST_IN_ROW, Within  # isort: skip
 from distprune.patterns.n_by_m import NByM  # isort: skip
 from distprune.patterns.within_rows import PerRow  # isort: skip
 from distprune.masks.in_place import read_held, write_signed_zeros  # isort: skip
@@ -97,6 +97,13 @@ def test_scores_that_lie_otherwise(pattern: NByM | PerRow) -> None:
     for _ in range(9):  # a kernel that reads memory that is free sees, as a rule, what has come there since
         scores = torch.from_numpy(rng.integers(1, 1000, (4, 2)).astype(np.int32)).t()
         assert torch.equal(pattern.keep(scores), pattern.keep(scores.long()))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_rows_of_more_than_the_kernel_counts() -> None:
+    num = MOST_IN_ROW + 1
+    scores = torch.arange(2 * num, dtype=torch.int32).view(2, num)
+    assert torch.equal(PerRow(0.5).keep(scores), (torch.arange(num) >= num // 2).expand(2, num))
 
 
 @pytest.mark.parametrize("how", ["kernels", "plain"])

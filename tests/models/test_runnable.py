@@ -146,8 +146,20 @@ def test_a_model_of_ones_own(wrap: Callable[[nn.Module], nn.Module]) -> None:
     logits = model(ids)[:, :-1].flatten(0, 1)
     loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
     assert prune.perplexity(wrap(model), ids) == pytest.approx(math.exp(loss.item()), rel=1e-5)
-    assert len(prune.allocate(wrap(model), ids, 0.5)) == 2
-    assert prune.prune_blocks(wrap(model), ids, 0.5).sparsity == 0.5
+    shares = prune.allocate(wrap(model), ids, 0.5)
+    assert shares.keys() == {"layers.0.0", "layers.1.0"}
+    assert prune.prune_blocks(wrap(model), ids, shares, pattern="row").sparsity == 0.5
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, compiled])
+def test_the_configuration_of_a_wrapped_model_counts(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    calls: list[Callable[[nn.Module], object]] = [
+        lambda model: prune.prune_blocks(model, TOKENS + 1000, 0.5),
+        lambda model: prune.perplexity(model, TOKENS + 1000),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="is outside the model's vocabulary"):
+            call(wrap(tiny_model("llama")))
 
 
 def test_a_model_without_a_head() -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -183,6 +184,14 @@ def test_sparsities_by_parameter() -> None:
     check_counts(model, report, "sparsegpt", PerRow(0.4))
     with pytest.raises(ValueError, match="there is no sparsity for"):
         prune_blocks(model, TOKENS, method="wanda", pattern="row", sparsity={"model.layers.1": 0.5})
+
+
+def test_a_share_of_numpy_is_a_share() -> None:
+    shares: tuple[Any, Any] = (0.5, np.float32(0.5))
+    models = [tiny_model("llama"), tiny_model("llama")]
+    for model, share in zip(models, shares, strict=True):
+        prune_blocks(model, TOKENS, method="admm", pattern=Block(2, share))
+    assert all(map(torch.equal, *(model.parameters() for model in models)))
 
 
 @pytest.mark.parametrize("way", ["in place", "wrapped"])

@@ -99,6 +99,16 @@ def failing(
         ({"include": 0}, TypeError, "modules, or lists of them, not int"),
         ({"evidence": [1]}, TypeError, r"evidence takes {'gradient': {name: tensor}}, not a list in"),
         ({"evidence": {"gradient": torch.ones(3)}}, TypeError, "evidence takes .*, not a Tensor in its place"),
+        (
+            {"evidence": {"gradients": {"layers.0.up.weight": torch.ones(24, 8)}}, "score": "taylor"},
+            ValueError,
+            "score 'taylor' reads no evidence 'gradients'; it takes gradient",
+        ),
+        (
+            {"evidence": {"gradient": {"layers.0.up.weight": torch.ones(24, 8)}}},
+            ValueError,
+            "score 'magnitude' reads no evidence 'gradient'; it takes none",
+        ),
         ({"exclude": torch.ones(2)}, TypeError, "modules, or lists of them, not Tensor"),
         ({"exclude": ["*"]}, ValueError, "no parameter to prune"),
         ({"pattern": NByM(2, 4), "sparsity": 0.5}, ValueError, r"pattern=NByM\(n=2, m=4\) says how much is pruned"),

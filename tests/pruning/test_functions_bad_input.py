@@ -112,6 +112,22 @@ def test_mistakes(act: Act, kind: type[Exception], text: str, parity: int) -> No
             assert type(caught.value) is kind
 
 
+@pytest.mark.parametrize("taken", ["weight_mask", "weight_orig"])
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_a_name_that_a_mask_needs_is_taken(taken: str, is_buffer: bool) -> None:
+    layer, own = nn.Linear(4, 6), torch.full((6, 4), 2.0)
+    if is_buffer:
+        layer.register_buffer(taken, own)
+    else:
+        vars(layer)[taken] = own
+    masks, names = distprune.compute_masks(layer, 0.5), [name for name, _ in layer.named_parameters()]
+    for call in (masks.reparametrize, partial(ours.l1_unstructured, layer, "weight", 0.5)):
+        with pytest.raises(ValueError, match=f"Linear has a '{taken}' of its own, which a mask of 'weight' would"):
+            call()
+    assert [name for name, _ in layer.named_parameters()] == names
+    assert bool((own == 2).all())
+
+
 def prune_first(again: bool, _: int, net: Any) -> None:
     if again:
         l1(net, 20)

@@ -265,6 +265,16 @@ def test_saved_and_loaded_at_another_world_size(pool: ProcessPool, tmp_path: Pat
             assert all(torch.equal(loaded[name], ALONE[name]) for name in ALONE)
 
 
+def test_home_is_written_as_in_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    prune.compute_masks(decoder(), 0.5).save(f"~/{FILE}")
+    model = decoder()
+    prune.Masks.load(f"~/{FILE}", model).apply_()
+    assert prune.sparsity(model) == 0.5
+    with pytest.raises(ValueError, match="has no values on this rank"):
+        prune.Masks.load(tmp_path / FILE, decoder().to("meta"))
+
+
 def with_other(name: str, path: Path) -> None:
     save_file({name: torch.ones(2, 2, dtype=torch.bool)}, path)
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import distprune as prune
@@ -155,6 +156,40 @@ def test_what_is_out_of_step_is_raised_at_once(pool: ProcessPool, call: str, whe
     assert (said, could_not_meet) == ("boom", True)
     assert other_could_not
     assert seconds < AT_ONCE
+
+
+def walk_fails_on_rank(rank: int, number: int) -> tuple[str, bool, float]:
+    mesh, calls = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), itertools.count()
+    _set_pg_timeout(timedelta(seconds=2))
+    model = parallelized("llama", mesh)
+    if rank == 1:
+        layer = model.get_submodule("model.layers.0.self_attn.q_proj")
+        layer.register_forward_pre_hook(lambda *_: boom() if next(calls) == number else None)
+    return raised_by(lambda model: prune.prune_blocks(model, TOKENS, 0.5, epochs=1), model)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [1, 3, 9, *(pytest.param(number, marks=pytest.mark.whole) for number in range(10) if number not in (1, 3, 9))],
+)
+def test_a_walk_whose_layers_communicate(pool: ProcessPool, number: int) -> None:
+    """Wherever a block runs: to learn the order of its layers, for their statistics, and around and in its fit."""
+    (_, other_could_not, _), (said, could_not_meet, seconds) = pool.run(2, walk_fails_on_rank, number)
+    assert (said, could_not_meet) == ("boom", True)
+    assert other_could_not
+    assert seconds < AT_ONCE
+
+
+def cut_logits_on_rank(_: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = parallelize_module(parallelized("llama", mesh), mesh, {"lm_head": ColwiseParallel()})  # torch's default
+    return [raised_by(CALLS[call], model)[0] for call in ("perplexity", "allocate", "own_words", "order_layers")]
+
+
+def test_logits_that_are_cut_are_refused(pool: ProcessPool) -> None:
+    """Half of the vocabulary has a loss, too, where all tokens are in it."""
+    for said in itertools.chain(*pool.run(2, cut_logits_on_rank)):
+        assert "on this rank; let the tensor-parallel plan replicate them" in said
 
 
 def callback_fails_on_rank(rank: int) -> tuple[str, bool, float]:

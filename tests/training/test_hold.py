@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.optim.swa_utils import AveragedModel
 
 import distprune as prune
 from distprune.training.hold import hold_zeros
@@ -316,6 +317,16 @@ def test_follows_replaced_parameters() -> None:
     Wrapped(model, 0, 1).step(tokens)
     optimizer.step()
     assert not all(map(torch.equal, held_bits(model), before))
+
+
+def test_an_average_of_what_a_module_holds() -> None:
+    model = transformer()
+    prune.prune_model(model, 0.5, include=INCLUDE)
+    hold, averaged = hold_zeros(model, include=model.get_submodule("layers.0")), AveragedModel(model)
+    with torch.no_grad():
+        averaged.module.get_parameter("layers.0.up.weight").add_(1)
+    hold.apply_to(averaged)
+    assert all(map(torch.equal, held_bits(averaged.module), held_bits(model)))
 
 
 def _move_one(model: nn.Module, _: torch.optim.Optimizer) -> None:

@@ -229,11 +229,16 @@ def other_sums_on_rank(_: int) -> None:
     step(optimizer, wrapped, batches(1)[0], clips=False)
     state = training.state_dict()
     training.load_state_dict(state)  # in place
+    before = [local_of(total).clone() for total in state["movement"].values()]
     with pytest.raises(ValueError, match="may be another rank's part of it"):
         training.load_state_dict(copy.deepcopy(state))
     with pytest.raises(ValueError, match="sums of movement of other parameters"):
         training.load_state_dict({**state, "movement": {}})
+    for broken in ({}, {"movement": {name: total * 2 for name, total in state["movement"].items()}}):
+        with pytest.raises(KeyError, match="step"):
+            training.load_state_dict(broken)
     assert all(bool(local_of(total).any()) for total in state["movement"].values())
+    assert all(map(torch.equal, map(local_of, training.state_dict()["movement"].values()), before))
     with pytest.warns(UserWarning, match="no sums of movement: they begin anew"):
         training.load_state_dict({"step": 1})
     assert not any(bool(local_of(total).any()) for total in training.state_dict()["movement"].values())

@@ -40,7 +40,7 @@ class Target:
     Raises:
         AttributeError, TypeError: ``name`` is no attribute, or no parameter.
         AssertionError: scores of another shape; more than one hook on the parameter.
-        NotImplementedError, ValueError: layouts this library cannot work in.
+        NotImplementedError, ValueError: layouts this library cannot work in, or a name that a mask needs is taken.
     """
 
     def __init__(
@@ -53,6 +53,12 @@ class Target:
                 f"Avoid adding multiple pruning hooks to the same tensor {name} of module {module}. Use a "
                 "PruningContainer."
             )
+        for taken in (name + "_orig", name + "_mask"):
+            if not self.old_hooks and hasattr(module, taken):
+                raise ValueError(
+                    f"{kind} has a {taken!r} of its own, which a mask of {name!r} would replace; prune it in place "
+                    "with distprune.prune_model"
+                )
         held_as = name + "_orig" if self.old_hooks else name
         self.managed = fsdp2.release(module, held_as)
         if self.managed is not None and self.managed.is_shared:
