@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,8 @@ def calibration_windows(
         ValueError: too little text, a file that is not UTF-8, or a line that is not what it should be, or longer than
             64 MiB where it is drawn from by position; a seed of more than 64 bits.
     """
-    if not isinstance(samples, int | None) or not isinstance(sequence_length, int):
-        raise TypeError(f"{samples=} of {sequence_length=}: both are numbers")
+    if not isinstance(samples, Integral | None) or not isinstance(sequence_length, Integral):
+        raise TypeError(f"{samples=} of {sequence_length=}: both must be whole numbers")
     if (samples is not None and samples < 1) or sequence_length < 1:
         raise ValueError(f"{samples=} of {sequence_length=}: one sample of one token is the least")
     if isinstance(text_or_files, str) and not os.path.isfile(text_or_files):
@@ -68,9 +69,8 @@ def calibration_windows(
     files = [text_or_files] if isinstance(text_or_files, str | Path) else list(text_or_files)
     if not files:
         raise ValueError("there is no file to draw windows from")
-    if missing := [file for file in map(str, files) if not os.path.isfile(file)]:
-        join = "'\\n\\n'.join(texts)"
-        raise FileNotFoundError(f"there is no calibration file {missing[0][:200]}; of texts make one: {join}")
+    if missing := [file for file in files if isinstance(file, str) and not os.path.exists(file)]:
+        raise FileNotFoundError(f"there is no calibration file {missing[0][:200]}; join several texts into one")
     drawn = []
     for number, file in enumerate(files):
         share = None if samples is None else samples // len(files) + (number < samples % len(files))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -181,7 +182,7 @@ def _check(bare: nn.Module, numbers: dict[str, int], temperature: float, prompts
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int):
             raise TypeError(f"{name} must be an int, not {number!r}")
-    if not isinstance(temperature, int | float):
+    if not isinstance(temperature, Real):
         raise TypeError(f"temperature must be a number, not {temperature!r}")
     samples, sequence_length, top_k = (numbers[name] for name in ("samples", "sequence_length", "top_k"))
     if samples < 1 or top_k < 1 or not 0 < temperature < float("inf"):

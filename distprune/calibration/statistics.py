@@ -25,7 +25,7 @@ from distprune.calibration.moments import Moments, Needs, adds_in_float32, colum
 from distprune.calibration.shared_inputs import SharedInput, send_tokens, shared_inputs
 from distprune.calibration.targets import Targets
 from distprune.calibration.walk import Walk
-from distprune.collectives.base import Communicator, as_met, as_told
+from distprune.collectives.base import Communicator, as_told, cannot_meet, out_of_step
 from distprune.collectives.guarded import guarding
 from distprune.models.linear_layers import LinearLayer
 from distprune.shards.device import are_finite, batches, fetched, own_settings, row_chunks
@@ -90,7 +90,10 @@ class InputStatistics:
                         run(batch)
         except BaseException as caught:
             error = as_told(caught)
-            self._error = self._error or as_met(error)
+            if cannot_meet(error):
+                with out_of_step():
+                    raise self._error or error from caught
+            self._error = self._error or error
         finally:
             self._inputs.clear()
 

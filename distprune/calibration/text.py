@@ -305,7 +305,7 @@ def open_text(path: Path, what: str) -> Iterator[TextIO]:
     """
     if not os.path.isfile(path):  # a text may be too long for a name
         is_folder = ", which is a directory" if os.path.isdir(path) else ""
-        raise FileNotFoundError(f"there is no {what} {str(path)[:200]}{is_folder}")
+        raise FileNotFoundError(f"there is no {what} {path}{is_folder}")
     try:
         with path.open(encoding=_ENCODING) as file:
             yield file

@@ -60,7 +60,7 @@ def _rows(samples: Any) -> Iterator[torch.Tensor]:
         if "input_ids" not in samples:
             raise TypeError(f"samples are a mapping without 'input_ids': it has {', '.join(map(str, samples))}")
         rows, mask = _rows(samples["input_ids"]), samples.get("attention_mask")
-        mask = mask.long() if isinstance(mask, torch.Tensor) else mask  # or bool
+        mask = mask.long() if isinstance(mask, torch.Tensor) and mask.dtype is torch.bool else mask
         yield from rows if mask is None else (row[kept != 0] for row, kept in zip(rows, _rows(mask), strict=True))
     elif isinstance(samples, torch.Tensor | np.ndarray):
         tensor = torch.from_numpy(samples) if isinstance(samples, np.ndarray) else samples.cpu()

@@ -39,13 +39,16 @@ _building = threading.Lock()
 
 
 def mesh_of(comm: Communicator, device: torch.device) -> DeviceMesh | None:
-    """Return the mesh of all ranks of ``comm``, over which a model is sharded. Local.
+    """Return the mesh of all ranks of ``comm``, over which a model is sharded; ``None`` on one rank. Local.
 
-    ``None`` on one rank, or where they are no group of torch.distributed.
+    Raises:
+        ValueError: they are not all ranks of torch.distributed, nor a group of it.
     """
     group = comm.group if isinstance(comm, ProcessGroup) else dist.group.WORLD
-    if comm.size == 1 or group is None or group.size() != comm.size:
+    if comm.size == 1 or group is None:
         return None
+    if group.size() != comm.size:
+        raise ValueError(f"{comm.size} of {group.size()} ranks: give their group of torch.distributed, or a mesh of it")
     return DeviceMesh.from_group(group, device.type, mesh_dim_names=("shard",))
 
 
@@ -53,7 +56,7 @@ def load(
     name: str | Path,
     mesh: DeviceMesh | None = None,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     group: Group = None,
 ) -> nn.Module:
@@ -69,7 +72,7 @@ def load(
         name: a directory, or an id of the hub, ``org/name`` or ``org/name@revision``, which is fetched once on each
             machine. Its tokenizer is ``transformers.AutoTokenizer.from_pretrained(name)``.
         mesh: one axis, or replicate x shard (HSDP). Default: all ranks of ``group``; one rank has the model whole.
-        dtype: of the parameters. Default: what the checkpoint holds them in.
+        dtype: of the parameters, or its name. Default, and ``"auto"``: what the checkpoint holds them in.
         device: where the parameters live. Default: the mesh's kind of device, or the CPU.
         group: the ranks that load together; default: the default group, or this process alone.
 
@@ -79,7 +82,9 @@ def load(
     Raises:
         ImportError: on every rank: the extra ``hf`` is not installed.
         FileNotFoundError, OSError: on every rank: no such directory, and the hub has no such model or is out of reach.
-        ValueError, NotImplementedError: on every rank: there is no such device, or what ``load_model`` raises.
+        TypeError: on every rank: no such dtype.
+        ValueError, NotImplementedError: on every rank: there is no such device, ranks that are no group, or what
+            ``load_model`` raises.
     """
     comm = communicator(group)
     with together(comm):
@@ -93,7 +98,7 @@ def load_model(
     path: str | Path | HfDirectory,
     *,
     mesh: DeviceMesh | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     compute_dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     group: Group = None,
@@ -107,7 +112,7 @@ def load_model(
     frequencies) are computed as transformers computes them.
 
     Args:
-        dtype: of the parameters; default: what the checkpoint holds them in.
+        dtype: of the parameters, or its name; default, and ``"auto"``: what the checkpoint holds them in.
         compute_dtype: what FSDP2 gathers them in; gradients are reduced in float32. Default: their own.
         device: where the parameters live.
         group: the ranks that load together; every one of them must call it.
@@ -118,6 +123,7 @@ def load_model(
 
     Raises:
         OSError: on every rank: a weight file was changed or replaced since the directory was opened.
+        TypeError: on every rank: no such dtype.
         FileNotFoundError, ValueError: on every rank: what :func:`open_together` raises, a tensor
             that is missing, unexpected, or of another shape than the config makes it, parts of one weight in
             several dtypes (and no ``dtype``), weights that the config ties and the checkpoint holds twice with
@@ -128,11 +134,12 @@ def load_model(
         ImportError: on every rank: the extra ``hf`` is not installed.
     """
     comm = communicator(group)
+    if isinstance(dtype, str):  # as transformers has it
+        dtype = None if dtype == "auto" else getattr(torch, dtype, dtype)
     facts = {"dtype": str(dtype), "compute_dtype": str(compute_dtype), "mesh": mesh and list(mesh.shape)}
     with together(comm, is_open=isinstance(path, HfDirectory), **facts):
-        for kind in (dtype, compute_dtype):
-            if not (kind is None or (isinstance(kind, torch.dtype) and kind.is_floating_point)):
-                raise TypeError(f"dtype takes a floating-point torch.dtype, or None: as it is stored; not {kind!r}")
+        if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
+            raise TypeError(f"dtype takes a floating-point torch.dtype, or None: as it is stored; not {dtype!r}")
         if mesh is not None and mesh.ndim > 2:
             raise ValueError(f"a mesh of one axis, or of two (replicate x shard), is called for, not of {mesh.ndim}")
     directory = path if isinstance(path, HfDirectory) else open_together(comm, path)

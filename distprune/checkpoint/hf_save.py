@@ -88,7 +88,7 @@ def save(
         check_model(model)
         if not (tokenizer is None or hasattr(tokenizer, "save_pretrained")):
             raise TypeError(f"tokenizer takes one of transformers, not {tokenizer!r}; its default is the source's")
-        model = bare_model(model)
+        model = bare_model(model, past_fsdp=True)
         known = source or getattr(getattr(model, "config", None), "name_or_path", None)
         if not known:
             raise ValueError(f"where this {type(model).__name__} was loaded from is not known: say source='DIRECTORY'")

@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 _List = nn.ModuleList | nn.ModuleDict
 
@@ -108,13 +109,16 @@ def is_encoder_decoder(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
-def bare_model(model: nn.Module) -> nn.Module:
-    """Return the model inside DDP, DataParallel and ``torch.compile``, which add a level to its names. Local."""
+def bare_model(model: nn.Module, *, past_fsdp: bool = False) -> nn.Module:
+    """Return the model inside DDP, DataParallel and ``torch.compile``, which add a level to its names. Local.
+
+    What was compiled before ``fully_shard`` was called on it is the root of FSDP2, and stays, unless ``past_fsdp``.
+    """
     anything: Any = model
     while True:
         if isinstance(anything, nn.parallel.DistributedDataParallel | nn.DataParallel):
             anything = anything.module
-        elif "_orig_mod" in getattr(anything, "_modules", ()):
+        elif "_orig_mod" in getattr(anything, "_modules", ()) and (past_fsdp or not isinstance(anything, FSDPModule)):
             anything = anything._orig_mod
         else:
             bare: nn.Module = anything

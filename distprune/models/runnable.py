@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from distprune.models.decoder_blocks import bare_model, is_encoder_decoder, text_config
+from distprune.models.decoder_blocks import bare_model, is_encoder_decoder
 from distprune.shards.layouts import local_of
 from distprune.shards.local_shard import no_values
 
@@ -41,7 +41,7 @@ def check_runs_on_tokens(model: nn.Module) -> None:
 
 def inputs_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``inputs``, without ``use_cache`` where ``model`` has none."""
-    arguments = inspect.signature(bare_model(model).forward).parameters
+    arguments = inspect.signature(bare_model(model, past_fsdp=True).forward).parameters
     takes_it = any(name == "use_cache" or one.kind is one.VAR_KEYWORD for name, one in arguments.items())
     return {name: value for name, value in inputs.items() if takes_it or name != "use_cache"}
 
@@ -74,7 +74,9 @@ def logits_on_tokens(model: nn.Module, **inputs: Any) -> torch.Tensor:
             f"{type(model).__name__} puts out a {type(output).__name__} without logits; load it with its "
             "language-model head, if that is missing"
         )
-    check_logits(logits, getattr(text_config(model), "vocab_size", None))
+    head = getattr(bare_model(model), "get_output_embeddings", lambda: None)()
+    weight = getattr(head, "weight", None)
+    check_logits(logits, weight.shape[0] if isinstance(weight, torch.Tensor) and weight.ndim == 2 else None)
     return logits
 
 

@@ -73,8 +73,11 @@ def find_units(block: nn.Module, kind: UnitKind) -> list[Units]:
     """Return all units of ``kind`` in ``block``, by place; none where it has no such layer. Local.
 
     Raises:
+        ValueError: no such kind.
         NotImplementedError: it has one, of which units cannot be removed; it names the module and says why.
     """
+    if kind not in UNIT_KINDS:
+        raise ValueError(f"units are one of {', '.join(UNIT_KINDS)}, not {kind!r}")
     if kind == "experts":
         return list(_experts(block))
     units: list[Units | None] = []

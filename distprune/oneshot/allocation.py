@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal
 
 import torch
@@ -84,7 +85,7 @@ def allocate(
     samples = samples_of(comm, model, samples)
 
     with agreeing(comm) as agreed:
-        if not isinstance(sparsity, float) or not isinstance(max_difference, int | float):
+        if not isinstance(sparsity, float) or not isinstance(max_difference, Real):
             raise TypeError(f"each must be a share such as 0.6: {sparsity=}, {max_difference=}")
         recipe = Recipe(method="magnitude", pattern=PerRow(sparsity))
         plan = make_plan(model, samples, recipe, batch_tokens=batch_tokens)

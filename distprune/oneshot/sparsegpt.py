@@ -66,7 +66,7 @@ class SparseGPT(Solver):
     def check(self, pattern: Pattern) -> None:
         if not pattern.width:
             raise NotImplementedError(f"SparseGPT decides block of columns by block of columns, not by {pattern!r}")
-        if any(isinstance(share, Integral) for share in shares_of(vars(pattern).get("sparsity", 0.0))):
+        if any(isinstance(share, Integral) and share for share in shares_of(vars(pattern).get("sparsity", 0.0))):
             raise NotImplementedError(f"SparseGPT prunes a share of each block of columns, not a number: {pattern!r}")
 
     @override

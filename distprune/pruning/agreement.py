@@ -158,7 +158,7 @@ class NamedWeights:
             return self.model
         if isinstance(self.model, Sequence) and all(isinstance(shard, LocalShard) for shard in self.model):
             return Found([*self.model], names={shard.name: shard.name for shard in self.model})
-        return find_shards(self.model, *self._listed)  # which says what it takes
+        return find_shards(self.model, *self.patterns)  # which says what it takes
 
     def find_for(self, pattern: Pattern) -> Found:
         """Return this rank's parts of them, as ``pattern`` needs them. Local; raises as :func:`fitted`, too.
@@ -173,13 +173,14 @@ class NamedWeights:
         return dataclasses.replace(found, shards=[fitted(pattern, shard, shard.name) for shard in found.shards])
 
     @cached_property
-    def _listed(self) -> tuple[list[NamePattern], list[NamePattern]]:
+    def patterns(self) -> tuple[list[NamePattern], list[NamePattern]]:
+        """Those of ``include``, and those of ``exclude``."""
         return listed(self.include), listed(self.exclude)  # a generator says its names once, and these are asked again
 
     @property
     def facts(self) -> dict[str, object]:
         """What all ranks must state alike of them."""
-        include, exclude = ([*map(_shown, patterns)] for patterns in self._listed)
+        include, exclude = ([*map(_shown, patterns)] for patterns in self.patterns)
         return {"include": include, "exclude": exclude}
 
     def agree(self, comm: Communicator, look: Callable[[], object] = lambda: None) -> Agreed:
@@ -312,7 +313,8 @@ def local_evidence(
     Raises:
         ValueError: a key names no parameter of the model. Stages of a pipeline may be given that of others.
     """
-    if unread := sorted(given.keys() - {*agreed.score.needs}):
+    is_own = type(agreed.score).__module__.startswith("distprune.")
+    if is_own and (unread := sorted(given.keys() - {*agreed.score.needs})):
         takes = ", ".join(agreed.score.needs) or "none"
         raise ValueError(f"score {agreed.score.name!r} reads no evidence {unread[0]!r}; it takes {takes}")
     names, by_name = agreed.found.names, {shard.name: shard for shard in shards}

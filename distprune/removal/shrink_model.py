@@ -23,7 +23,7 @@ from distprune.formatting import count, one_line
 from distprune.hints import with_hints
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.find_shards import count_parameters
-from distprune.models.units import UnitKind, find_units
+from distprune.models.units import UNIT_KINDS, UnitKind, find_units
 from distprune.oneshot.plan import check_predicts, check_samples
 from distprune.oneshot.recipe import TargetsOf, chosen
 from distprune.oneshot.report import BlockReport, OneShotReport
@@ -164,7 +164,8 @@ def shrink_model(
         criterion = criterion_of(criterion)
         chosen("layer_criterion", layer_criterion, LayerCriterion)
         chosen("expert_criterion", expert_criterion, ExpertCriterion)
-        for kind in {*sizes.of_units, *(budget.options if budget else ())} - {"experts", "layers"}:
+        said = {*sizes.of_units, *(budget.options if budget else ())} - {"experts"}
+        for kind in (kind for kind in UNIT_KINDS if fitted == "bias" and kind in said):
             check_biases(find_readers(model, {kind: 1.0}, None, heals=False).asked, fitted)
     samples = samples_of(comm, model, samples)
     with together(comm):

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from numbers import Integral
 
 import torch
 from torch import nn
@@ -61,7 +62,7 @@ class Sizes:
             raise ValueError(
                 "heads=... and kv_groups=... are inputs of one linear layer: remove one of them, then the other"
             )
-        if isinstance(self.parameters, bool) or not isinstance(self.parameters, int | float | None):
+        if isinstance(self.parameters, bool) or not isinstance(self.parameters, Integral | float | None):
             raise TypeError(f"parameters: a number or a share of them, not {self.parameters!r}")
         most = 1 if isinstance(self.parameters, float) else math.inf
         if self.parameters is not None and not 0 < self.parameters <= most:

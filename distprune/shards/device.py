@@ -24,6 +24,7 @@ _CPU_BFLOAT16 = [
     private("torch.cpu", name, is_optional=True) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
 ]
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+_COUNTED = ("cuda", "mps", "xpu", "meta")  # kinds of devices of which we say that there are none
 _DEVICE_CHUNK = 1 << 21  # elements: large enough to fill an accelerator, and under 64 MiB of temporaries
 
 
@@ -44,7 +45,7 @@ def as_device(device: torch.device | str) -> torch.device:
         raise ValueError(f"device={device!r} is no device: say 'cpu', or 'cuda'") from error
     here = torch.accelerator.current_accelerator()
     num = torch.get_device_module(found).device_count() if here is not None and here.type == found.type else 0
-    if found.type != "cpu" and (found.index or 0) >= num:
+    if found.type in _COUNTED and (found.index or 0) >= num:
         raise ValueError(f"device={str(device)!r}: there are {num} {found.type.upper()} devices here; say 'cpu'")
     return found
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from distprune.models.decoder_blocks import bare_model
 from distprune.models.find_shards import Found
 from distprune.pruning.agreement import NamedWeights
 from distprune.shards.fsdp2 import Fsdp2Params
@@ -139,9 +140,10 @@ class Binding:
             handle.remove()
         self._model_hooks, self._part_hooks, self._kept = [], [], None
 
-    def find(self) -> list[LocalShard]:
-        """Return what is held as it is now. Layers added since are held."""
-        return [shard for shard in self._weights.find().shards if shard.name not in self._left_out]
+    def find(self, model: nn.Module | None = None) -> list[LocalShard]:
+        """Return what is held as it is now, or its likes in another ``model``. Layers added since are held."""
+        weights = self._weights if model is None else _in_copy(self._weights.weights, model)
+        return [shard for shard in weights.find().shards if shard.name not in self._left_out]
 
     def moved_by(self, optimizer: Optimizer) -> HeldTogether:
         """Return what ``optimizer`` moves of what is held."""
@@ -287,3 +289,13 @@ def _is_at(now: torch.Tensor, shard: LocalShard) -> bool:
 def _asks(tensor: torch.Tensor) -> Callable[[], int]:
     """Return what returns the address of ``tensor``: for a plain one torch's own method, at a third of the time."""
     return tensor.data_ptr if type(tensor) is nn.Parameter else partial(address_of, tensor)
+
+
+def _in_copy(weights: NamedWeights, model: nn.Module) -> NamedWeights:
+    """Return what means in ``model``, a copy, what ``weights`` do in theirs: modules by their places."""
+    bare, paths = bare_model(model), {module: path for path, module in bare_model(weights.model).named_modules()}
+    include, exclude = (
+        [name if isinstance(name, str) else bare.get_submodule(paths[name]) for name in names]
+        for names in weights.patterns
+    )
+    return NamedWeights(model, include, exclude)

@@ -8,7 +8,6 @@ clipping sees the norm of what is kept; FSDP1 has no place for one.
 
 from __future__ import annotations
 
-import glob
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from distprune.collectives.agree import together
 from distprune.collectives.communicator import Group, communicator
 from distprune.formatting import one_line
 from distprune.masks.in_place import make_zeros_positive, zero_all_where_pruned
-from distprune.models.find_shards import NamePattern, find_shards
+from distprune.models.find_shards import NamePattern
 from distprune.models.runnable import check_not_offloaded
 from distprune.patterns.base import Pattern
 from distprune.pruning.agreement import NamedWeights, sum_zeros
@@ -279,8 +278,7 @@ class Hold(OnSteps):
         work: list[tuple[torch.Tensor, torch.Tensor]] = []
         with together(self._comm):
             bare = other.module if isinstance(other, AveragedModel) else other
-            names = [glob.escape(held.shard.name) for held in self._binding.held]
-            there = {shard.name: shard for shard in find_shards(bare, names).shards}
+            there = {shard.name: shard for shard in self._binding.find(bare)}
             for held in self._binding.held:
                 shard = there.get(held.shard.name)
                 if shard is None or shard.geometry != held.shard.geometry:

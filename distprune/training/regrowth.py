@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 import torch
@@ -68,7 +69,7 @@ class Regrow:
 
     def __post_init__(self) -> None:
         check_share(float(self.fraction), "fraction")
-        if not isinstance(self.every, int) or not isinstance(self.stop, int):
+        if not isinstance(self.every, Integral) or not isinstance(self.stop, Integral):
             raise TypeError(f"every={self.every!r}, stop={self.stop!r}: steps are whole numbers")
         if self.every < 2 or self.stop < 1:
             raise ValueError(

@@ -170,8 +170,8 @@ class SparseTraining:
         Sums of movement that are missing begin anew, with a warning.
 
         Raises:
-            ValueError: nothing changed: sums of other parameters, or of another rank: DTensors that were not loaded in
-                place, as ``torch.distributed.checkpoint`` does it.
+            KeyError, ValueError: nothing changed: no step; sums of other parameters, or of another rank: DTensors that
+                were not loaded in place, as ``torch.distributed.checkpoint`` does it.
         """
         step = int(state_dict["step"])
         if isinstance(self._score, Movement) and "movement" in state_dict:

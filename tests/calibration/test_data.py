@@ -79,15 +79,16 @@ def test_windows_of_text_and_of_several_files(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no calibration file nothing"):
         calibration_windows([Path("nothing")], letters)
     for words in ("short text", "long " * 100):
-        with pytest.raises(FileNotFoundError, match=rf"no calibration file {words[:9]}.*of texts make one: .*join"):
+        with pytest.raises(FileNotFoundError, match=rf"no calibration file {words[:9]}.*; join several texts"):
             calibration_windows([words, words], letters)
     for numbers in ((1.5, 4), ("3", 4), (3, 4.0)):
-        with pytest.raises(TypeError, match="both are numbers"):
+        with pytest.raises(TypeError, match="both must be whole numbers"):
             calibration_windows(one, letters, *numbers)
     with pytest.raises(ValueError, match="seed=18446744073709551616 has more than the 64 bits"):
         calibration_windows(one, letters, 3, 4, seed=1 << 64)
     with pytest.raises(TypeError, match=r"seed must be an int, not 0\.5"):
         calibration_windows(one.read_text(), letters, 3, 4, seed=0.5)  # type: ignore[arg-type]
+    assert calibration_windows(one, letters, np.int64(3), np.int64(4)).tolist() == of_one  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="samples=0 of sequence_length=4"):
         calibration_windows(one, letters, 0, 4)
 
@@ -112,6 +113,7 @@ PADDED = {"input_ids": torch.tensor([[1, 2, 3], [4, 5, 0]]), "attention_mask": t
         ([{"input_ids": torch.tensor([row])} for row in IDS], IDS),
         (DataLoader(ROWS, batch_size=2), IDS),
         (PADDED, [[1, 2, 3]]),
+        ({**PADDED, "attention_mask": np.array([[1, 1, 1], [1, 1, 0]])}, [[1, 2, 3]]),
         ({**PADDED, "attention_mask": PADDED["attention_mask"].bool()}, [[1, 2, 3]]),
         ([[1], [2, 3], [4, 5, 6, 7], [8, 9, 10]], [[1, 2, 3, 4], [5, 6, 7, 8]]),
     ],

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distprune import l1_unstructured, load, save, shrink_model
-from distprune.checkpoint.hf_load import load_model
+from distprune.checkpoint.hf_load import load_model, mesh_of
 from distprune.collectives.communicator import communicator
 from distprune.jobs import PruneJob, SampleJob, run_prune_job, run_sample_job
 from tests.architectures import samples
@@ -229,15 +230,20 @@ def test_a_device_that_is_not_there(
             call()
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16", torch.int8])
+@pytest.mark.parametrize("dtype", ["half-precision", torch.int8])
 def test_a_dtype_that_is_none(tmp_path: Path, dtype: Any) -> None:
     model = str(make_model(tmp_path / "model"))
     with pytest.raises(TypeError, match="dtype takes a floating-point"):
         load(model, dtype=dtype)
+    assert next(load(model, dtype="float64").parameters()).dtype is torch.float64
+    assert next(load(model, dtype="auto").parameters()).dtype is next(load(model).parameters()).dtype
 
 
 def on_some_ranks(rank: int, folder: Path) -> int:
     """Ranks that are not in the group call nothing."""
+    if rank == 0:
+        with pytest.raises(ValueError, match="3 of 4 ranks: give their group"):
+            mesh_of(SimpleNamespace(size=3), torch.device("cpu"))  # type: ignore[arg-type]
     group = torch.distributed.new_group([1, 2])
     if rank not in (1, 2):
         return 0

@@ -14,6 +14,7 @@ from distprune.kernels.table import Piece  # isort: skip
 from distprune.kernels.within import MOST_IN_GROUP, MOST_IN_ROW, Within  # isort: skip
 from distprune.patterns.n_by_m import NByM  # isort: skip
 from distprune.patterns.within_rows import PerRow  # isort: skip
+from distprune.shards.matrix import Matrix  # isort: skip
 from distprune.masks.in_place import read_held, write_signed_zeros  # isort: skip
 from tests.device_path import counted_waits  # isort: skip
 from tests.kernels.cases import DTYPES, awkward, bits, keys_for, zeroed  # isort: skip
@@ -104,6 +105,8 @@ def test_rows_of_more_than_the_kernel_counts() -> None:
     num = MOST_IN_ROW + 1
     scores = torch.arange(2 * num, dtype=torch.int32).view(2, num)
     assert torch.equal(PerRow(0.5).keep(scores), (torch.arange(num) >= num // 2).expand(2, num))
+    assert PerRow(0.5).kernel(Matrix(1, num)) is None
+    assert PerRow(0.5).kernel(Matrix(1, num - 1)) is not None
 
 
 @pytest.mark.parametrize("how", ["kernels", "plain"])

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import (
     Blip2Config,
     Blip2ForConditionalGeneration,
@@ -22,10 +25,11 @@ from transformers import (
 from typing_extensions import override
 
 import distprune as prune
+from distprune.models.decoder_blocks import decoder_blocks
 from tests.architectures import samples, tiny_model
 from tests.decoder import Decoder
 from tests.families import family_model
-from tests.worlds import all_raise, run_threads
+from tests.worlds import ProcessPool, all_raise, run_threads
 
 TOKENS = samples(4)
 _SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -160,6 +164,36 @@ def test_the_configuration_of_a_wrapped_model_counts(wrap: Callable[[nn.Module],
     for call in calls:
         with pytest.raises(ValueError, match="is outside the model's vocabulary"):
             call(wrap(tiny_model("llama")))
+
+
+def compiled_before_sharding_on_rank(_: int) -> None:
+    """Its root is the wrapper, which FSDP2 has unsharded after a forward."""
+    plain: Any = tiny_model("llama")
+    model: Any = torch.compile(tiny_model("llama"), backend="eager")
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for _name, block in decoder_blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model(input_ids=TOKENS)
+    assert prune.perplexity(model, TOKENS) == pytest.approx(prune.perplexity(plain, TOKENS), rel=1e-5)
+    assert all(isinstance(mask, DTensor) for mask in prune.compute_masks(model, 0.5).values())
+    assert prune.own_words(model, 2, 6).shape == (2, 6)
+    for it in (plain, model):
+        prune.prune_model(it, 0.3)
+        prune.prune_blocks(it, TOKENS, method="wanda", pattern="row", sparsity=0.5)
+    assert prune.sparsity(model) == prune.sparsity(plain)
+
+
+def test_a_model_that_was_compiled_before_it_was_sharded(pool: ProcessPool) -> None:
+    pool.run(2, compiled_before_sharding_on_rank)
+
+
+def test_a_head_of_fewer_tokens_than_the_vocabulary() -> None:
+    """As image GPTs have it, or heads that were cut down."""
+    model: Any = tiny_model("llama", tie_word_embeddings=False)
+    model.lm_head = nn.Linear(model.lm_head.in_features, 90, bias=False)
+    assert math.isfinite(prune.perplexity(model, TOKENS % 90))
+    assert len(prune.allocate(model, TOKENS % 90, 0.5)) == 21
 
 
 def test_a_model_without_a_head() -> None:

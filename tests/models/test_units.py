@@ -191,6 +191,8 @@ def test_mixers_are_no_mlp_and_no_attention() -> None:
 
 
 def test_kinds_are_named() -> None:
+    with pytest.raises(ValueError, match="one of mlp, heads, kv_groups, experts, not 'rows'"):
+        find_units(nn.Module(), "rows")  # type: ignore[arg-type]
     with pytest.raises(NotImplementedError, match="no experts to remove: no block of LlamaForCausalLM has any"):
         find_all_units(tiny_model("llama"), "experts")
     with pytest.raises(NotImplementedError, match=r"block 'transformer.h.0': units of 'attn', a GPT2Attention"):

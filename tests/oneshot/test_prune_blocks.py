@@ -186,6 +186,14 @@ def test_sparsities_by_parameter() -> None:
         prune_blocks(model, TOKENS, method="wanda", pattern="row", sparsity={"model.layers.1": 0.5})
 
 
+def test_none_of_a_layer_is_a_share_of_its_columns() -> None:
+    model = tiny_model("llama")
+    shares = dict.fromkeys(matrices(model), 0.5) | {"model.layers.0.mlp.up_proj": 0}
+    prune_blocks(model, TOKENS, method="sparsegpt", pattern=Unstructured(shares, "tensor"))
+    zeros = {name: int((weight == 0).sum()) for name, weight in matrices(model).items()}
+    assert [name for name, num in zeros.items() if not num] == ["model.layers.0.mlp.up_proj"]
+
+
 def test_a_share_of_numpy_is_a_share() -> None:
     shares: tuple[Any, Any] = (0.5, np.float32(0.5))
     models = [tiny_model("llama"), tiny_model("llama")]
