@@ -48,6 +48,11 @@ def called_from_outside() -> str:
     return name
 
 
+def is_ours(kind: type) -> bool:
+    """Return whether ``kind`` is a class of this library, and not a user's."""
+    return kind.__module__.startswith("distprune.")
+
+
 def trace_of(error: BaseException) -> str:
     """Return the traceback, or its end, of an ``error`` that nobody expected, for other ranks; of others nothing."""
     return "" if is_expected(error) else "".join(traceback.format_exception(error))[-_MOST:]

@@ -11,7 +11,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "distprune"
 # By folder, "." the files beside them: the most lines of code that it may have, and the goal.
 LINES = {
-    ".": (408, 320),
+    ".": (410, 320),
     "calibration": (2025, 1350),
     "checkpoint": (1532, 1180),
     "cli": (595, 410),
@@ -21,10 +21,10 @@ LINES = {
     "masks": (487, 470),
     "models": (1008, 690),
     "oneshot": (1916, 1440),
-    "patterns": (1405, 690),
-    "pruning": (1471, 960),
+    "patterns": (1406, 690),
+    "pruning": (1472, 960),
     "removal": (1556, 1160),
-    "scores": (382, 350),
+    "scores": (383, 350),
     "selection": (487, 520),
     "shards": (1335, 1030),
     "training": (1608, 1030),

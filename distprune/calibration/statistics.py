@@ -75,7 +75,8 @@ class InputStatistics:
     def run(self, index: int) -> None:
         """Take in what the layers are given while block ``index`` runs on all samples.
 
-        Every rank must call it: what the block communicates. What it raises is kept, for :meth:`reduce`.
+        Every rank must call it: what the block communicates. What it raises is kept, for :meth:`reduce`, but for what
+        the other ranks cannot be told: that is raised at once, or the error before it, of which it may come.
         """
         walk, targets = self.walk, self.targets
         adding = {} if targets is None else targets.adding

@@ -82,6 +82,7 @@ def save(
         FileExistsError, OSError: on every rank: ``directory`` is not empty, or cannot be written.
         ValueError: on every rank: the source is not known, or holds other tensors than ``model``, such as those of a
             model whose masks are not removed; ``directory`` is the source; ranks hold different copies of a tensor.
+        TypeError: on every rank: no model, or no tokenizer.
     """
     comm = communicator(group)
     with together(comm):

@@ -78,7 +78,8 @@ def allocate(
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank: what ``prune_blocks`` refuses; a budget that no
-            shares within bounds meet; NaN or Inf in the loss, with the samples, or in gradients, with the layer.
+            shares within bounds meet; NaN or Inf in the loss, with the samples, or in gradients, with the layer; logits
+            that are cut over ranks; torch's inference mode.
         RuntimeError: on every rank: a forward that changes the model's own weights.
     """
     comm, model = communicator(group), bare_model(model)

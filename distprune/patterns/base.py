@@ -25,6 +25,7 @@ from distprune.collectives.base import Communicator
 from distprune.collectives.guarded import guarding
 from distprune.collectives.roster import Roster
 from distprune.kernels.available import has_kernels
+from distprune.mistakes import is_ours
 from distprune.scores.base import LocalScores, Score
 from distprune.selection.order import Order, common_order
 from distprune.shards.device import on_host, own_settings
@@ -98,7 +99,7 @@ class Ranked:
         Rounds are those of :meth:`Pattern.choose`, and, of a pattern that is not this library's, 64 bytes before each
         and after the last. What it and the scores compute stands in ``own_settings``.
         """
-        if type(pattern).__module__.startswith("distprune."):
+        if is_ours(type(pattern)):
             choice = pattern.choose(self)
         else:
             with guarding(self.comm) as comm:

@@ -21,6 +21,7 @@ from distprune.hints import near_names
 from distprune.kernels.available import has_kernels
 from distprune.kernels.held import count_zeros
 from distprune.masks.in_place import zero_all_where_pruned
+from distprune.mistakes import is_ours
 from distprune.models.find_shards import Found, NamePattern, find_shards, listed
 from distprune.models.matrices import matrix_of_weight
 from distprune.models.weights import check_unscaled
@@ -311,10 +312,11 @@ def local_evidence(
     """Return the local part of the evidence by shard: ``local``, what was ``given``, else gradients of ``model``.
 
     Raises:
-        ValueError: a key names no parameter of the model. Stages of a pipeline may be given that of others.
+        ValueError: a kind that the score does not read; a key that names no parameter of the model. Stages of a
+            pipeline may be given that of others.
     """
-    is_own = type(agreed.score).__module__.startswith("distprune.")
-    if is_own and (unread := sorted(given.keys() - {*agreed.score.needs})):
+    unread = sorted(given.keys() - {*agreed.score.needs})
+    if unread and is_ours(type(agreed.score)):  # a user's may read what it does not say
         takes = ", ".join(agreed.score.needs) or "none"
         raise ValueError(f"score {agreed.score.name!r} reads no evidence {unread[0]!r}; it takes {takes}")
     names, by_name = agreed.found.names, {shard.name: shard for shard in shards}

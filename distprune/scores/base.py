@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from distprune.hints import WALK
 from distprune.kernels.table import ScoreName
+from distprune.mistakes import is_ours
 from distprune.shards.device import chunk_size, count_true, fetched, is_zero, on_host, own_settings
 from distprune.shards.local_shard import LocalShard, as_array, flat_chunk, flat_chunks
 
@@ -179,7 +180,7 @@ class LocalScores:
         """
         # The library's do not write to what they are given; functions and classes of users may.
         kind = type(self.score)
-        copied = kind is ElementwiseScore or not kind.__module__.startswith("distprune.")
+        copied = kind is ElementwiseScore or not is_ours(kind)
         values = self.score.values(Elements(self.shard, at, self.evidence, copied))
         num = at.stop - at.start if isinstance(at, slice) else len(at)
         if not isinstance(values, torch.Tensor) or values.shape != (num,):

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import cast
 
 import pytest
@@ -39,6 +40,7 @@ CALLS: dict[str, Callable[[nn.Module], object]] = {
     "order_layers": lambda model: order_layers(model, TOKENS, 1),
     "shrink_model": lambda model: shrink_model(model, TOKENS, layers=1),
 }
+WALK = partial(prune.prune_blocks, samples=TOKENS, sparsity=0.5, epochs=1)
 # Where, and whether in the backward pass.
 PLACES = {
     "the embedding": ("model.embed_tokens", False),
@@ -121,13 +123,15 @@ def gathering_fails_on_rank(rank: int, call: str, name: str) -> tuple[str, bool,
     return raised_by(CALLS[call], model)
 
 
-def layers_fail_on_rank(rank: int, call: str, name: str) -> tuple[str, bool, float]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+def layers_fail_on_rank(rank: int, call: str, name: str, number: int = 0) -> tuple[str, bool, float]:
+    """Call what fails on one rank where layer ``name`` runs for the time of that ``number``."""
+    mesh, runs = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), itertools.count()
     _set_pg_timeout(timedelta(seconds=2))  # DTensor's caches would keep the group of the rank that fails
     model = parallelized("llama", mesh)
     if rank == 1:
-        model.get_submodule(name).register_forward_pre_hook(boom)
-    return raised_by(CALLS[call], model)
+        layer = model.get_submodule(name)
+        layer.register_forward_pre_hook(lambda *_: boom() if next(runs) == number else None)
+    return raised_by(WALK if call == "a walk" else CALLS[call], model)
 
 
 OUT_OF_STEP: dict[str, tuple[Callable[..., object], str]] = {
@@ -158,23 +162,14 @@ def test_what_is_out_of_step_is_raised_at_once(pool: ProcessPool, call: str, whe
     assert seconds < AT_ONCE
 
 
-def walk_fails_on_rank(rank: int, number: int) -> tuple[str, bool, float]:
-    mesh, calls = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), itertools.count()
-    _set_pg_timeout(timedelta(seconds=2))
-    model = parallelized("llama", mesh)
-    if rank == 1:
-        layer = model.get_submodule("model.layers.0.self_attn.q_proj")
-        layer.register_forward_pre_hook(lambda *_: boom() if next(calls) == number else None)
-    return raised_by(lambda model: prune.prune_blocks(model, TOKENS, 0.5, epochs=1), model)
-
-
 @pytest.mark.parametrize(
     "number",
     [1, 3, 9, *(pytest.param(number, marks=pytest.mark.whole) for number in range(10) if number not in (1, 3, 9))],
 )
 def test_a_walk_whose_layers_communicate(pool: ProcessPool, number: int) -> None:
     """Wherever a block runs: to learn the order of its layers, for their statistics, and around and in its fit."""
-    (_, other_could_not, _), (said, could_not_meet, seconds) = pool.run(2, walk_fails_on_rank, number)
+    arguments = "a walk", "model.layers.0.self_attn.q_proj", number
+    (_, other_could_not, _), (said, could_not_meet, seconds) = pool.run(2, layers_fail_on_rank, *arguments)
     assert (said, could_not_meet) == ("boom", True)
     assert other_could_not
     assert seconds < AT_ONCE
