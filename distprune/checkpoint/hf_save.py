@@ -34,7 +34,7 @@ from distprune.checkpoint.hub import resolve_model
 from distprune.checkpoint.naming import check_complete, check_tensors, model_regions
 from distprune.checkpoint.outputs import writing
 from distprune.checkpoint.regions import Region, Shape, extents, fitted, regions_by_name
-from distprune.checkpoint.stored_slices import Progress, fill_from_file, write_shards
+from distprune.checkpoint.stored_slices import Progress, Stored, stored_in, write_shards
 from distprune.checkpoint.weight_file import WeightFile, begin_file, planned, read_weight_file
 from distprune.collectives.agree import together
 from distprune.collectives.communicator import Group, communicator
@@ -237,13 +237,13 @@ class ModelWriter:
             if self.comm.rank == 0:
                 file.path.replace(path)
 
-    def read(self, path: Path, stored: Sequence[str]) -> None:
-        """Read this rank's part of these tensors back into the model. Local.
+    def written(self, path: Path, stored: Sequence[str]) -> list[Stored]:
+        """Return this rank's part of these tensors, to be read back into the model, and where it lies. Local.
 
         Raises:
-            ValueError, OSError: ``path`` is no file that :meth:`write` has written of them; nothing is changed.
+            ValueError, OSError: ``path`` is no file that :meth:`write` has written of them.
         """
-        fill_from_file(read_weight_file(path), [part for name in stored for part in self._parts[name]])
+        return stored_in(read_weight_file(path), [part for name in stored for part in self._parts[name]])
 
     def finish(self, target: Path, files: Mapping[str, Sequence[str]]) -> None:
         """Copy the source's small files beside the written ``files``, names to stored names, which the index lists.

@@ -172,8 +172,8 @@ def write_together(
         work_together(comm, write)
 
 
-def fill_from_file(file: WeightFile, shards: Sequence[LocalShard]) -> None:
-    """Read this rank's ``shards`` of the tensors of their names from ``file``, in place. Local; nothing is unpickled.
+def stored_in(file: WeightFile, shards: Sequence[LocalShard]) -> list[Stored]:
+    """Return where in ``file`` this rank's ``shards`` of the tensors of their names lie. Local.
 
     Raises:
         ValueError: a tensor is missing, or has another shape or dtype; the file is no safetensors file.
@@ -185,4 +185,4 @@ def fill_from_file(file: WeightFile, shards: Sequence[LocalShard]) -> None:
             held = "nothing" if entry is None else f"{entry.dtype} {entry.shape}"
             wanted = f"{shard.local.dtype} {tuple(shard.shape)}"
             raise ValueError(f"{file.path} holds {held} under {shard.name!r}, where {wanted} is called for")
-    fill_shards([(shard, file, stored[shard.name]) for shard in shards])
+    return [(shard, file, stored[shard.name]) for shard in shards]

@@ -11,6 +11,7 @@ from torch import nn
 
 from distprune.checkpoint.disk import check_room
 from distprune.checkpoint.hf_save import ModelWriter
+from distprune.checkpoint.stored_slices import Stored, fill_shards
 from distprune.collectives.agree import sum_together, together
 from distprune.evaluation import Progress
 from distprune.jobs.run import JobFiles, Run
@@ -49,18 +50,21 @@ class BlockFiles:
     def finished(self, index: int) -> bool:
         """Read block ``index`` back if it is done, and say where the job goes on. What ``prune_blocks`` calls.
 
-        Every rank must call it. One round of 16 bytes.
+        Every rank must call it. One round of 16 bytes, and of a block that is done one of 64.
         """
         number, name, say = list(self._names).index(index), self._names[index], self._run.reporter.say
+        work: list[Stored] = []
 
-        def read(num_damaged: torch.Tensor) -> None:
+        def look(num_damaged: torch.Tensor) -> None:
             try:
-                self._writer.read(self._path(name), self._stored[name])
+                work.extend(self._writer.written(self._path(name), self._stored[name]))
             except (ValueError, FileNotFoundError):
                 num_damaged += 1
 
         if self._files.known(name) is not None:
-            if not int(sum_together(self._run.comm, (1,), read)):
+            if not int(sum_together(self._run.comm, (1,), look)):  # before any rank's weights change
+                with together(self._run.comm):
+                    fill_shards(work)
                 if number + 1 == len(self._names):
                     say(f"going on at block {number + 1} of {number + 1}")
                 return True

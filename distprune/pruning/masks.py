@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from distprune.checkpoint.stored_slices import fill_from_file, write_together
+from distprune.checkpoint.stored_slices import fill_shards, stored_in, write_together
 from distprune.checkpoint.weight_file import read_weight_file
 from distprune.collectives.agree import max_together, together
 from distprune.collectives.base import Communicator
@@ -346,7 +346,7 @@ class Masks(Mapping[str, torch.Tensor]):
                     raise no_values(shard.name)
                 shape, device = shard.geometry.local_shape, shard.local.device
                 loaded[shard.name] = torch.empty(shape, dtype=torch.bool, device=device)
-            fill_from_file(file, [dataclasses.replace(shard, local=loaded[shard.name]) for shard in held])
+            fill_shards(stored_in(file, [dataclasses.replace(shard, local=loaded[shard.name]) for shard in held]))
             return held
 
         return cls._made(comm, agreed.roster, read, lambda shard: loaded[shard.name])

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from distprune.checkpoint.hf_save import ModelWriter
 from distprune.jobs import OneShotJob, ShrinkJob
 from tests.jobs.jobs_of_a_kind import KINDS, RESUMABLE, files, left, run, run_on_rank
 from tests.jobs.test_prune import Heard
@@ -118,6 +119,28 @@ def test_a_damaged_file_is_made_again_or_named(
     run(again, heard)
     assert any("damaged" in said for said in heard.said)
     assert is_whole(job, expected(job))
+
+
+@pytest.mark.parametrize("kind", ["one-shot", "shrink"])
+def test_a_block_that_one_rank_cannot_read_is_made_again_from_what_it_was(
+    make: Callable[[str], Any],
+    expected: Callable[..., dict[str, bytes]],
+    pool: ProcessPool,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    job = make(kind)
+    assert pool.run(2, run_on_rank, job, 1) == ["killed"] * 2
+    written = ModelWriter.written
+
+    def stale(self: ModelWriter, path: Path, stored: Any) -> Any:
+        if self.comm.rank == 1:
+            raise FileNotFoundError(path)  # as a file system over a network does for a while
+        return written(self, path, stored)
+
+    monkeypatch.setattr(ModelWriter, "written", stale)
+    run_threads(2, lambda _: run(dataclasses.replace(job, resume=True)))
+    assert is_whole(job, expected(job, 2))
 
 
 @pytest.mark.parametrize("kind", RESUMABLE)
