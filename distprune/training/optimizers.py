@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +25,7 @@ from distprune.shards.torch_private import private
 
 Optimizers = Optimizer | Iterable[Any] | None
 outside_dynamo = private("torch", "_disable_dynamo")
+_STEP = Optimizer.profile_hook_step(lambda _: None).__code__  # of torch's function around a step, which calls the hooks
 
 
 class OnSteps(ABC):
@@ -31,7 +34,8 @@ class OnSteps(ABC):
     The hooks live on the optimizers, which keep this alive, or on all that there are, which do not, whatever wraps the
     model. A step with a closure has its gradients once the closure was called: ``_before_closure`` comes first, as the
     step begins, and ``_before_step`` after the closure. ``_each_time``: both as often as the optimizer calls the
-    closure. Hooks go with neither a copy nor a pickle: a copy of what had some registers its own.
+    closure. A step that another of the same optimizer calls, such as that of its base class, is a part of that one.
+    Hooks go with neither a copy nor a pickle: a copy of what had some registers its own.
     """
 
     _each_time: ClassVar[bool] = False
@@ -77,6 +81,8 @@ class OnSteps(ABC):
 
     @outside_dynamo  # type: ignore[untyped-decorator]
     def _at_begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _is_within_another(optimizer):
+            return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
         if closure is None:
             self._before_step(optimizer)
@@ -99,7 +105,17 @@ class OnSteps(ABC):
 
     @outside_dynamo  # type: ignore[untyped-decorator]
     def _at_end(self, optimizer: Optimizer, *_: Any) -> None:
-        self._after_step(optimizer)
+        if not _is_within_another(optimizer):
+            self._after_step(optimizer)
+
+
+def _is_within_another(optimizer: Optimizer) -> bool:
+    """Return whether a step of ``optimizer`` called the one that calls this, as the stack says.
+
+    A count of steps would not know of those that raised: torch calls no hook after them.
+    """
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
+    return sum(frame.f_code is _STEP and frame.f_locals["self"] is optimizer for frame in frames) > 1
 
 
 # Hooks on all optimizers whose object is gone, to be removed later: torch may be going through them.
