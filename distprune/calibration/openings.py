@@ -86,7 +86,9 @@ def texts_of(
     num_given = 0 if prompts is None else len(prompts)
     texts = [] if prompts is None else [Texts(prompts.cpu(), length, list(range(num_given)))]
     first = first_token(tokenizer, length - 1)  # there must be room behind it and another one
-    opening, begun = first + chat_opening(tokenizer), [] if tokenizer is None else beginnings(tokenizer, lines)
+    opening, begun = chat_opening(tokenizer), [] if tokenizer is None else beginnings(tokenizer, lines)
+    if opening[: len(first)] != first:  # many templates say it themselves
+        opening = first + opening
     vocabulary = vocabulary_of(model)
     begun = [first + ids for ids in begun if lines is not None or ids[0] < vocabulary]
     can_chat = len(first) < len(opening) < length and max(opening) < vocabulary

@@ -11,10 +11,11 @@ steps, as many samples included, because each run gathers the block's weights in
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,11 @@ class Call:
     kwargs: Mapping[str, Any]
     hidden_name: str | None = None
 
+    @property
+    def written(self) -> list[MutableMapping[Any, Any]]:
+        """What a block may write into for later ones: in some models these read its keys and values there."""
+        return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, MutableMapping)]
+
     def is_same(self, other: Call) -> bool:
         return self.hidden_name == other.hidden_name and _same((self.args, self.kwargs), (other.args, other.kwargs))
 
@@ -56,12 +62,14 @@ class Batch:
 
     ``windows`` are their numbers among those of all ranks: without any it is padding, one sample that is run and not
     counted. ``inputs`` are the arguments of the model's forward, and ``calls[b]`` is how block b is called for it, one
-    object for all blocks of a kind. ``of_all``: of a step of a fit, the numbers of all ranks' samples in it.
+    object for all blocks of a kind; ``dense_calls``: in the dense stream. ``of_all``: of a step of a fit, the numbers
+    of all ranks' samples in it.
     """
 
     windows: range
     inputs: Mapping[str, Any]
     calls: list[Call] = field(default_factory=list)
+    dense_calls: list[Call] = field(default_factory=list)
     of_all: range = range(0)
 
 
@@ -91,6 +99,11 @@ class Walk:
     @property
     def num_batches(self) -> int:
         return len(self.hidden)
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether blocks may hand on more than hidden states. Local, and the same on every rank."""
+        return any(call.written for call in self.batches[0].calls)
 
     def rows(self, step: Batch, *, dense: bool = False) -> torch.Tensor:
         """Return what the next block is given for the samples of ``step``. Local."""
@@ -128,7 +141,8 @@ class Walk:
         def run(batch: int) -> torch.Tensor:
             self.given, self.running = stream[batch].to(device), batch
             with torch.no_grad(), self.sample_group.passing():
-                return self.batches[batch].calls[index].run(block, self.given)
+                calls = self.batches[batch].dense_calls if dense else self.batches[batch].calls
+                return calls[index].run(block, self.given)
 
         outer = _outer(self.model, name)
         if outer is not None:
@@ -164,6 +178,8 @@ class Walk:
         stream = self.dense if dense else self.hidden
         with together(comm):
             with self.block(index, dense=dense) as run:
+                if self.hands_on and not dense:
+                    self._run_steps(index)
                 for batch in range(self.num_batches):
                     output = run(batch)
                     end(batch, stream[batch], output)
@@ -177,10 +193,30 @@ class Walk:
                         f"for calibration samples {named(self.batches[batch].windows)}"
                     )
 
+    @torch.no_grad()
+    def _run_steps(self, index: int) -> None:
+        """Run block ``index``, gathered, on the steps of a fit, for what later blocks read of it there. Local."""
+        _, block = self.blocks[index]
+        with self.sample_group.passing():
+            for step in self.steps:
+                step.calls[index].run(block, self.rows(step).to(device_of(block)))
+
     def go_on(self, outputs: list[torch.Tensor]) -> None:
         """Take ``outputs``, of all batches, for the inputs of the next block. Local."""
         for batch, output in enumerate(outputs):
             _put(self.hidden, batch, output)
+
+
+def apart(calls: Sequence[Call]) -> list[Call]:
+    """Return ``calls`` with copies of what blocks write into, one of each. Local."""
+    copies = {id(value): copy.copy(value) for call in calls for value in call.written}
+
+    def with_copies(call: Call) -> Call:
+        args = tuple(copies.get(id(value), value) for value in call.args)
+        kwargs = {key: copies.get(id(value), value) for key, value in call.kwargs.items()}
+        return Call(args, kwargs, call.hidden_name)
+
+    return [with_copies(call) for call in calls]
 
 
 def spread(

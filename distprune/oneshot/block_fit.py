@@ -101,7 +101,7 @@ def fit_block(
     if error_after > error:
         fit.go_back()
         outputs.clear()
-    if advances and outputs:
+    if advances and outputs and not walk.hands_on:
         with together(comm):
             walk.go_on(outputs)
     elif advances:

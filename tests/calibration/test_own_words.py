@@ -183,6 +183,9 @@ def test_texts_begin_as_the_tokenizers_do(model_folder: Path) -> None:
     for with_it, without in zip(begun, plain, strict=True):
         assert (with_it.prompts[:, 0] == first).all()
         assert torch.equal(with_it.prompts[:, 1:], without.prompts)
+    tokenizer.chat_template = "{{ bos_token }}" + CHAT  # as many templates do
+    said_twice = texts_of(model, tokenizer, None, LINES, 9, 64, 0)
+    assert all(torch.equal(one.prompts, other.prompts) for one, other in zip(said_twice, begun, strict=True))
     words = own_words(model, 9, 64, tokenizer=tokenizer, top_k=1)
     assert all(torch.equal(row[None], likeliest(model, row[None], 30)) for row in words[3::4])  # chats
     assert (texts_of(model, tokenizer, None, None, 3, 2, 0)[0].prompts != first).all()  # no room

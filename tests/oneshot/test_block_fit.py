@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from distprune.calibration.walk import Walk
 from distprune.models.decoder_blocks import decoder_blocks
 from distprune.oneshot import block, block_fit, driver
 from distprune.oneshot.block_fit import batch_size, fit_block
@@ -252,3 +253,33 @@ def test_inference_mode_is_refused() -> None:
     model = tiny_model("llama")
     with torch.inference_mode(), pytest.raises(ValueError, match="inference_mode"):
         prune_blocks(model, TOKENS, **HOW, refit="block")
+
+
+@pytest.mark.parametrize("num_finished", [0, 2])
+@pytest.mark.filterwarnings("ignore:.*stay dense")
+def test_what_blocks_hand_on_beside_hidden_states_is_that_of_each_stream(
+    num_finished: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Gemma 3n later blocks read keys and values of earlier ones, which write them into a mapping."""
+    model, token_ids = family_model("gemma3n_text"), tokens(9, 16)
+    dense, wanted, ours = copy.deepcopy(model), list[torch.Tensor](), list[torch.Tensor]()
+    for _, module in decoder_blocks(dense):
+        module.register_forward_hook(lambda *args: wanted.append(args[2]))
+    with torch.no_grad():
+        dense(token_ids)
+    fit = fit_block
+
+    def watched(comm: Any, walk: Walk, index: int, *others: Any) -> Any:
+        ours.append(torch.cat(walk.dense, walk.sample_dim).clone())
+        with walk.block(index) as run, torch.no_grad():
+            outputs = torch.cat([run(batch) for batch in range(walk.num_batches)], walk.sample_dim)
+            in_steps = [step.calls[index].run(walk.blocks[index][1], walk.rows(step)) for step in walk.steps]
+        torch.testing.assert_close(outputs, torch.cat(in_steps, walk.sample_dim))
+        return fit(comm, walk, index, *others)
+
+    monkeypatch.setattr(block, "fit_block", watched)
+    how: dict[str, Any] = {"method": "magnitude", "targets": "dense", "refit": "block", "batch_tokens": 64}
+    prune_blocks(model, token_ids, 0.5, **how, finished=lambda index: index < num_finished)
+    assert len(ours) == 4 - num_finished
+    for one, other in zip(ours, wanted[num_finished:], strict=True):
+        torch.testing.assert_close(one, other)
