@@ -23,9 +23,12 @@ from tests.training.optimizers import INCLUDE
 from tests.wrapped import transformer
 
 TOKENS = samples(4)
+PLAIN = partial(tiny_model, "llama")
 # Its layers compute by their places: none but the last can leave.
 PLACED = partial(tiny_model, "gpt2", n_layer=4, scale_attn_by_inverse_layer_idx=True)
 SPARE = partial(family_model, "longcat_flash", vocab_size=VOCABULARY)  # one weight has more experts than the other
+ONE_IN_TWO = partial(family_model, "zamba2", vocab_size=VOCABULARY)  # blocks share weights
+HASHED = partial(family_model, "deepseek_v4", vocab_size=VOCABULARY)  # a table says which experts a token has
 TOWERS = partial(family_model, "gemma4", vocab_size=VOCABULARY)  # not all have the attention of the text's decoder
 BLOCKS: dict[str, Any] = {"samples": TOKENS, "method": "wanda", "pattern": Unstructured(0.5)}
 
@@ -40,8 +43,8 @@ def unchanged(model: nn.Module) -> Iterator[nn.Module]:
             torch.testing.assert_close(parameter.detach(), before[name], rtol=0, atol=0, equal_nan=True)
 
 
-def blocks(**arguments: Any) -> None:
-    with unchanged(tiny_model("llama")) as model:
+def blocks(make: Callable[[], nn.Module] = PLAIN, **arguments: Any) -> None:
+    with unchanged(make()) as model:
         prune.prune_blocks(model, **{**BLOCKS, **arguments})
 
 

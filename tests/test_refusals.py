@@ -22,7 +22,9 @@ from tests.contract import Below
 from tests.oneshot.alike import sharded
 from tests.refused import (
     BLOCKS,
+    HASHED,
     MIXTRAL,
+    ONE_IN_TWO,
     PLACED,
     SPARE,
     TOKENS,
@@ -63,6 +65,7 @@ REFUSED: list[Row] = [
     (partial(blocks, sequential="map"), ValueError, "sequential='map' is none of block, layer"),
     (partial(blocks, targets="sparse"), ValueError, "targets='sparse' is none of own, dense"),
     (partial(blocks, targets="dense", target_share=1.5), ValueError, r"target_share=1.5 is not in \(0, 1\]"),
+    (partial(blocks, ONE_IN_TWO, targets="dense"), NotImplementedError, "are one weight: when .*take targets='own'"),
     (partial(blocks, targets="own", target_share=0.5), ValueError, "target_share=0.5 is of the way to targets='dense'"),
     (partial(blocks, target_share="half"), TypeError, "target_share must be a number, not 'half'"),
     (partial(blocks, refit="block"), ValueError, "needs targets='dense'"),
@@ -151,6 +154,12 @@ REFUSED: list[Row] = [
         NotImplementedError,
         "layers 1-3 were chosen to stay, .*'transformer.h.1.attn'.*another",
     ),
+    (
+        partial(shrink, ONE_IN_TWO, layers=2, layer_criterion="influence"),
+        NotImplementedError,
+        "'model.layers.2.shared_transformer.*' are one weight: no block of Zamba2ForCausalLM can leave",
+    ),
+    (partial(shrink, HASHED, experts=2), NotImplementedError, "its router holds 'tid2eid', whole numbers"),
     (partial(shrink, parameters=1.5), ValueError, "1.5 is neither a number from 1 on nor a share in"),
     (partial(shrink, parameters=0), ValueError, "0 is neither a number"),
     (partial(shrink, parameters="0.5"), TypeError, "parameters: a number or a share of them, not '0.5'"),

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 _List = nn.ModuleList | nn.ModuleDict
+
+
+def shared_by_blocks(blocks: Sequence[tuple[str, nn.Module]]) -> str:
+    """Return in words which weight two of ``blocks`` share, by its names in both; nothing if none do. Local."""
+    holders: dict[int, tuple[str, str]] = {}
+    for block, module in blocks:
+        for name, parameter in module.named_parameters():
+            holder, first = holders.setdefault(id(parameter), (block, f"{block}.{name}"))
+            if holder != block:
+                return f"{first!r} and {f'{block}.{name}'!r} are one weight"
+    return ""
 
 
 def decoder_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:

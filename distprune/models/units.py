@@ -233,6 +233,9 @@ def _experts(block: nn.Module) -> Iterator[Units]:
         if len(beside) != 1 or names == ("weight",):
             raise refused("its router is not known")
         (router,) = beside
+        for name, tensor in [*router.named_parameters(), *router.named_buffers()]:
+            if not tensor.is_floating_point():
+                raise refused(f"its router holds {name!r}, whole numbers, which may be those of experts")
         router_parameters = {id(parameter) for parameter in router.parameters(recurse=False)}
         sliced = [name for name, p in module.named_parameters(path, recurse=False) if p.shape[0] == num]
         cuts = [Cut(name, 0, torch.arange(num, device="cpu")[:, None]) for name in sliced]

@@ -12,7 +12,7 @@ from torch import nn
 from distprune.calibration.data import check_fit, token_digest, tokens_together
 from distprune.calibration.statistics import EXPERT_MEMORY
 from distprune.calibration.token_ids import TokenIds, as_windows
-from distprune.models.decoder_blocks import check_one_stack, decoder_blocks, warn_of_other_blocks
+from distprune.models.decoder_blocks import check_one_stack, decoder_blocks, shared_by_blocks, warn_of_other_blocks
 from distprune.models.find_shards import check_model
 from distprune.models.runnable import check_runs_on_tokens
 from distprune.oneshot.block_layers import BlockLayers, find_layers
@@ -106,6 +106,11 @@ def make_plan(
     check_samples(model, token_ids)
     blocks, pattern = blocks_to_walk(model), recipe.pattern
     assert isinstance(pattern, Pattern)
+    if recipe.has_targets and (shared := shared_by_blocks(blocks)):
+        raise NotImplementedError(
+            f"{shared}: when it is pruned in the first block, what the dense model puts out behind the second is lost; "
+            "take targets='own'"
+        )
     linears = find_layers(blocks, pattern)
     paths: dict[str, str] = {}  # of parameters, by their layers
     shards: dict[str, LocalShard] = {}

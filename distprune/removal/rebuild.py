@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from distprune.checkpoint.naming import names_by_tensor
 from distprune.collectives.agree import together
 from distprune.collectives.communicator import Group, communicator
-from distprune.models.decoder_blocks import decoder_blocks
+from distprune.models.decoder_blocks import decoder_blocks, shared_by_blocks
 from distprune.models.units import Cut, UnitKind, Units, find_all_units, find_units, head_dim
 from distprune.removal.smaller_config import SizeChange, Smaller, shapes_of, smaller_config, tensors_of, text_config
 from distprune.shards.fsdp2 import Fsdp2Params
@@ -247,6 +247,8 @@ def check_layers(model: nn.Module, kept: Sequence[int]) -> Smaller:
     blocks = decoder_blocks(model)
     num_blocks, prefix = len(blocks), blocks[0][0].rpartition(".")[0]
     check_ascending(kept, num_blocks)
+    if len(kept) < num_blocks and (shared := shared_by_blocks(blocks)):
+        raise NotImplementedError(f"{shared}: no block of {type(model).__name__} can leave")
     place = {str(before): str(after) for after, before in enumerate(kept)}
 
     def rename(name: str) -> str | None:

@@ -152,8 +152,8 @@ def shrink_model(
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank: sizes that are not possible, a budget that cannot be
-            met, units that cannot be removed, samples that do not fit, and what the walk meets; but for the last,
-            nothing is changed.
+            met, units that cannot be removed, samples that do not fit, and what the walk meets. But for the last, and
+            for layers that are chosen and cannot leave when experts have left already, nothing is changed.
     """
     comm, job = communicator(group), job or ShrinkHooks()
     model = getattr(model, "_orig_mod", model)  # of torch.compile, which sees that what it wraps has changed
