@@ -34,7 +34,7 @@ ATTRIBUTES = {
     "_sharded_param_data _sharding_spec device fsdp_placement init_dtype_attrs mesh_info mp_policy "
     "offload_to_cpu pin_memory post_forward_mesh_info reset_sharded_param sharded_param",
     "ParamModuleInfo": "module param_name shared_modules shared_param_names",
-    "DTensor": "_local_tensor _post_accumulate_grad_hooks _spec",
+    "DTensor": "_cdata _local_tensor _post_accumulate_grad_hooks _spec",
 }
 
 

@@ -84,8 +84,9 @@ class Binding:
     def _start(self) -> None:
         """Begin with what no copy takes along."""
         self.shards: list[LocalShard] = []  # also what has no memory yet (meta)
-        # What looks a parameter up, its name, the parameter, what says where its memory is, and where it was.
-        self._there: list[tuple[Any, str, torch.Tensor, Callable[[], int], int]] = []
+        # What looks a parameter up, its name, the parameter, torch's object in it, what says where its memory is, and
+        # where it was.
+        self._there: list[tuple[Any, str, torch.Tensor, int, Callable[[], int], int]] = []
         self._frozen: list[torch.Tensor] = []  # of what is held: torch gives them no hook
         self._moved: dict[int, tuple[object, HeldTogether]] = {}  # by optimizer, with the parameters that it had
         self._model_hooks: list[RemovableHandle] = []
@@ -167,20 +168,25 @@ class Binding:
     def follow(self) -> None:
         """Take up parameters that were replaced, moved or unfrozen, before a forward. FSDP1's: before a step.
 
-        ``Module.cuda()`` leaves the object as it is, and gives it other memory.
+        ``Module.cuda()`` leaves the object as it is, and gives it other memory; that of a ``DTensor`` is swapped with
+        another, and loses its hooks, also where nothing moves.
         """
         if any(tensor.requires_grad for tensor in self._frozen):
             self._watch()
-        if all(get(name) is tensor and address() == before for get, name, tensor, address, before in self._there):
+        if all(
+            get(name) is tensor and tensor._cdata == inner and address() == before
+            for get, name, tensor, inner, address, before in self._there
+        ):
             return
+        swapped = {id(tensor) for _, _, tensor, inner, _, _ in self._there if tensor._cdata != inner}
         fsdp2, replaced = Fsdp2Params(), dict[str, LocalShard]()
         for shard in self.shards:
             now = _registered(shard)
-            if shard.module is None or (now is not None and _is_at(now, shard)):
+            if shard.module is None or (now is not None and id(now) not in swapped and _is_at(now, shard)):
                 continue
             managed = fsdp2.find(shard.module, shard.attribute)
             now = now if managed is None else managed.sharded  # it may be gathered at the moment
-            if now is not None and not _is_at(now, shard) and not is_flattened(now):
+            if now is not None and (id(now) in swapped or not _is_at(now, shard)) and not is_flattened(now):
                 replaced[shard.name] = local_shard(shard.name, now, shard.module, shard.attribute)
         if replaced:
             self._bind([replaced.get(shard.name, shard) for shard in self.shards])
@@ -222,9 +228,9 @@ class Binding:
             self.held.append(held)
         self.together = HeldTogether(self.held)
         self._there = [
-            (shard.module._parameters.get, shard.attribute, tensor, _asks(tensor), shard.local.data_ptr())
+            (module._parameters.get, shard.attribute, tensor, tensor._cdata, _asks(tensor), shard.local.data_ptr())
             for shard in shards
-            if (tensor := shard.tensor) is not None and shard.module is not None
+            if (tensor := shard.tensor) is not None and (module := shard.module) is not None
         ]
         self._moved.clear()
         if self._model_hooks:
@@ -245,6 +251,8 @@ class Binding:
                 self._frozen.append(tensor)
             else:
                 hook = Weak(self._at_gradient, held)
+                if tensor._post_accumulate_grad_hooks is not None:  # where torch has swapped it, it calls them again so
+                    tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
                 self._part_hooks.append(tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def _among(self, parameters: Sequence[torch.Tensor]) -> HeldTogether:

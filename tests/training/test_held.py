@@ -236,6 +236,27 @@ def test_gradients_are_masked_again_where_they_were_written(pool: ProcessPool, l
     assert all(num == 0 for num in num_masked) == (way == "nothing" and "ddp" not in layout)
 
 
+def swapped_on_rank(_: int, first: int) -> None:
+    wrapped = wrap("tp", transformer())
+    optimizer = torch.optim.SGD(wrapped.model.parameters(), lr=0.1, foreach=False)
+    prune.prune_model(wrapped.model, 0.5, include=INCLUDE)
+    hold_zeros(wrapped.model, optimizer, include=INCLUDE)
+    for num, tokens in enumerate(batches(3)):
+        if num == first:
+            wrapped.model.to("cpu")  # torch swaps what is in a DTensor, though nothing moves
+        wrapped.step(tokens)
+        shards = targets(wrapped.model)
+        for shard, gradient in zip(shards, gradients_of(shards, wrapped.model.parameters()), strict=True):
+            assert gradient is not None
+            assert not gradient[shard.local.view(torch.int32) == 0].any()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_gradients_are_masked_after_a_move(pool: ProcessPool, first: int) -> None:
+    pool.run(2, swapped_on_rank, first)
+
+
 def let_go_on_rank(_: int, given: bool) -> bool:
     model: nn.Module = nn.Linear(8, 8)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
