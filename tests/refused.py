@@ -116,8 +116,10 @@ def straight(make: Any = torch.optim.SGD, **arguments: Any) -> None:
         prune.StraightThrough(model, optimizer, **{"include": INCLUDE, **arguments})
 
 
-def regrow(share: float = 0.4, pattern: Any = BLOCKS["pattern"], is_nan: bool = False, **how: Any) -> None:
-    with unchanged(transformer()) as model:
+def regrow(
+    share: float = 0.4, pattern: Any = BLOCKS["pattern"], is_nan: bool = False, is_frozen: bool = False, **how: Any
+) -> None:
+    with unchanged(transformer().requires_grad_(not is_frozen)) as model:
         for parameter in model.parameters() if is_nan else ():
             parameter.grad = torch.full_like(parameter, torch.nan)
         hold = prune.hold_zeros(model, include=INCLUDE)

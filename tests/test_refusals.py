@@ -221,6 +221,7 @@ REFUSED: list[Row] = [
     (partial(regrow, by="gradient"), ValueError, "'layers.0.attention.q.weight' has no gradient"),
     (partial(regrow, by="gradient", is_nan=True), ValueError, "scores are NaN in 'layers.0.attention.o.weight'"),
     (partial(regrow, share=1.5), ValueError, "share=1.5 is outside"),
+    (partial(regrow, is_frozen=True), ValueError, "'layers.0.attention.q.weight' is frozen: what grows could not"),
     # jobs: nothing is read before
     (partial(one_shot, samples=0), ValueError, r"samples \(--samples\) takes a number at least 1 .*, not 0"),
     (partial(one_shot, sequence_length=0), ValueError, r"\(--sequence-length\) takes a number at least 1"),

@@ -301,7 +301,7 @@ class Hold(OnSteps):
 
         Raises:
             ValueError: on every rank, nothing changed: no gradient, NaN gradients, arguments that differ, or a
-                parameter that the pattern does not fit.
+                parameter that is frozen, or that the pattern does not fit.
             NotImplementedError: on every rank: a pattern of your own that has no ``regrowth``.
         """
 

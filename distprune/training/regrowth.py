@@ -24,6 +24,7 @@ from distprune.scores.as_score import Magnitude
 from distprune.scores.base import Elements, LocalScores, Score
 from distprune.scores.random import Random
 from distprune.shards.local_shard import LocalShard, bits_of
+from distprune.shards.parameter_range import ranges_of
 
 GrowBy = Literal["gradient", "random"]
 
@@ -130,8 +131,8 @@ def regrow(
     Two choices by the pattern, and a round of 16 bytes.
 
     Raises:
-        ValueError: on every rank, nothing changed: no gradient, NaN gradients, arguments that differ, or a parameter
-            that the pattern does not fit.
+        ValueError: on every rank, nothing changed: no gradient, NaN gradients, arguments that differ, a parameter that
+            is frozen, or that the pattern does not fit.
         NotImplementedError: on every rank: the pattern has no ``regrowth``.
     """
 
@@ -144,6 +145,10 @@ def regrow(
         agreed.facts = {"share": repr(share), "pattern": repr(within), "by": by, **weights.facts}
         agreed.score = Random(seed) if by == "random" else Magnitude()
         look()
+        there = agreed.found.shards
+        for shard, where in zip(there, ranges_of(there, weights.model.parameters()), strict=True):
+            if where is not None and not where.parameter.requires_grad:
+                raise ValueError(f"{shard.name!r} is frozen: what grows could not learn; leave it out with exclude")
     agreed.check_found()
     shards: list[LocalShard] = []
     were_kept: list[torch.Tensor] = []
