@@ -123,6 +123,12 @@ class Binding:
             self._bind(self.find())
             self.trust(signs=trusts_signs)
 
+    def end(self) -> None:
+        """Hold nothing until it begins again."""
+        if self.has_begun:
+            self.has_begun = False
+            self._bind(self.find())
+
     def attach(self, kept: object = None) -> None:
         """Register the hooks: nothing has been changed before.
 

@@ -155,6 +155,10 @@ class Hold(OnSteps):
         """Hold from here on. ``trusts_signs``: the weights are from a training like this one. Local."""
         self._binding.begin(trusts_signs=trusts_signs)
 
+    def end(self) -> None:
+        """Hold nothing until :meth:`begin`. Local."""
+        self._binding.end()
+
     @override
     def _attach(self) -> None:
         self._binding.attach(self if self._of_all else None)  # no optimizer keeps it

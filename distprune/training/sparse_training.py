@@ -148,10 +148,7 @@ class SparseTraining:
 
     @step.setter
     def step(self, step: int) -> None:
-        self._step = step
-        if step and any(self._levels(step - 1)):
-            self.hold.begin(trusts_signs=True)
-        self._prepare()
+        self._go_on_from(step, [*map(min, self._level, self._level_before(step))])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps done, and with :class:`distprune.Movement` its sums by parameter. Local.
@@ -180,9 +177,20 @@ class SparseTraining:
             self._movement = {}
             if step:
                 warnings.warn("the checkpoint has no sums of movement: they begin anew", stacklevel=2)
-        self.step = step
-        self._level = self._levels(self.step - 1) if self.step else [0.0] * len(self._schedules)
+        self._go_on_from(step, self._level_before(step))
+
+    def _level_before(self, step: int) -> list[float]:
+        return self._levels(step - 1) if step else [0.0] * len(self._schedules)
+
+    def _go_on_from(self, step: int, level: list[float]) -> None:
+        """Count from ``step`` on, with weights pruned to ``level``. Before the schedule starts nothing is held."""
+        self._step, self._level = step, level
+        if any(self._level_before(step)):
+            self.hold.begin(trusts_signs=True)
+        else:
+            self.hold.end()
         self.hold.expect_others()
+        self._prepare()
 
     @override
     def __repr__(self) -> str:
@@ -271,7 +279,8 @@ class SparseTraining:
             self.updates.append(Update(step, moved.num_held, moved.num_elements, moved.num_moved))
             if how.by == "gradient":
                 self.hold.skip_step()
-        self.step += 1
+        self._step += 1
+        self._prepare()
 
     def _is_skipped(self, optimizer: Optimizer) -> bool:
         """Return whether a GradScaler lets a fused ``optimizer`` skip its step on any rank. Every rank must call it."""
