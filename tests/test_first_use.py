@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import doctest
 import inspect
+import math
 import re
 import tomllib
 from collections.abc import Callable
@@ -290,7 +291,7 @@ def test_complex_weights_of_several_ranks(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_complex_weights_go_by_their_modulus(dtype: torch.dtype) -> None:
     with drawing(0):
-        layers = [nn.Linear(8, 8, dtype=dtype) for _ in range(3)]
+        layers = [nn.Linear(8, 8, dtype=dtype) for _ in range(6)]
     sizes = layers[0].weight.detach().abs()
     expected = sizes > sizes.flatten().sort().values[31]
     prune_model(layers[0], 0.5)
@@ -299,7 +300,8 @@ def test_complex_weights_go_by_their_modulus(dtype: torch.dtype) -> None:
     prune_model(layers[1], pattern="2:4")
     kept = of_groups >= of_groups.sort(2).values[:, :, 2:3]
     assert torch.equal(layers[1].weight != 0, kept.view(8, 8))
-    theirs = copy.deepcopy(layers[2])
-    torch.nn.utils.prune.l1_unstructured(theirs, "weight", 0.5)  # type: ignore[no-untyped-call]
-    distprune.l1_unstructured(layers[2], "weight", 0.5)
-    assert torch.equal(layers[2].weight, theirs.weight)
+    theirs: Any = torch.nn.utils.prune
+    for method, others in (("l1_unstructured", ()), *(("ln_structured", (n, 0)) for n in (1, 2, math.inf))):
+        layer = layers.pop()
+        expected = getattr(theirs, method)(copy.deepcopy(layer), "weight", 0.5, *others).weight
+        assert torch.equal(getattr(distprune, method)(layer, "weight", 0.5, *others).weight, expected), others

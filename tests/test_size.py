@@ -24,7 +24,7 @@ LINES = {
     "patterns": (1406, 690),
     "pruning": (1472, 960),
     "removal": (1558, 1160),
-    "scores": (383, 350),
+    "scores": (385, 350),
     "selection": (487, 520),
     "shards": (1335, 1030),
     "training": (1640, 1030),

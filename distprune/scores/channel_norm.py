@@ -57,7 +57,9 @@ class ChannelNorm(Score):
 
     @override
     def values(self, elements: Elements) -> torch.Tensor:
-        return _power(elements.weight.to(torch.float64).abs(), 1.0 if math.isinf(self.exponent) else self.exponent)
+        weight = elements.weight
+        sizes = weight.to(torch.promote_types(weight.dtype, torch.float64)).abs()  # of complex weights the modulus
+        return _power(sizes, 1.0 if math.isinf(self.exponent) else self.exponent)
 
 
 def _power(sizes: torch.Tensor, exponent: float) -> torch.Tensor:
