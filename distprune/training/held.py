@@ -96,7 +96,7 @@ class Held:
             if name in _NO_MOMENTS or not isinstance(value, torch.Tensor) or value.shape != where.parameter.shape:
                 continue
             local = local_of(value)
-            if type(local) is torch.Tensor and value.is_floating_point():
+            if type(local) is torch.Tensor and (value.is_floating_point() or value.is_complex()):
                 yield where.part_of(value)
             elif value.is_floating_point():  # torchao's of 8, 4 and fp8 bits, which copy_ packs and unpacks
                 unpacked = torch.empty(local.shape, dtype=torch.float32, device=local.device).copy_(local)

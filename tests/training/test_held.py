@@ -381,19 +381,19 @@ class Packed(torch.Tensor):
 
 
 def test_what_is_a_moment() -> None:
-    """Matrices of Shampoo have the shape of a square weight, and are none; packed moments are."""
+    """Matrices of Shampoo have the shape of a square weight, and are none; packed and complex moments are."""
     torch.manual_seed(0)
     model = nn.Linear(12, 12, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     packed = Packed(torch.zeros(12, 12)).copy_(torch.full((12, 12), 2.0))
     optimizer.state[model.weight] = {name: torch.ones(12, 12) for name in ("exp_avg", "pre_cond_0", "inv_pre_cond_1")}
-    optimizer.state[model.weight]["packed"] = packed
+    optimizer.state[model.weight] |= {"packed": packed, "complex": torch.ones(12, 12, dtype=torch.complex64)}
     prune.prune_model(model, 0.5)
     hold_zeros(model, optimizer)
     model(torch.randn(4, 12)).sum().backward()
     optimizer.step()
     kept = model.weight != 0
     state = optimizer.state[model.weight]
-    assert torch.equal(state["exp_avg"], kept.float())
+    assert torch.equal(state["exp_avg"] + 1j * state["complex"], kept * (1 + 1j))
     assert torch.equal(state["pre_cond_0"] + state["inv_pre_cond_1"], torch.full((12, 12), 2.0))
     assert torch.equal(torch.zeros(12, 12).copy_(packed), 2.0 * kept)
