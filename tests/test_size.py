@@ -18,7 +18,7 @@ LINES = {
     "collectives": (658, 640),
     "jobs": (2101, 1280),
     "kernels": (850, 800),
-    "masks": (487, 470),
+    "masks": (491, 470),
     "models": (1020, 690),
     "oneshot": (1921, 1440),
     "patterns": (1406, 690),

@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 from typing_extensions import override
 
 from distprune.masks.fsdp2 import rename
@@ -187,11 +188,14 @@ def _rebuild(base: type, names: tuple[str, ...]) -> Any:
 
 
 def _set_products(module: nn.Module, name: str, *, present: bool) -> None:
-    base: Any = type(module)
+    above: Any = type(module)
+    is_parametrization = is_parametrized(module) and vars(above).keys() & {*cast(Any, module).parametrizations}
+    base: Any = above.__bases__[0] if is_parametrization else above  # torch's class stays above ours: it looks there
     names: frozenset[str] = frozenset()
     if "_pruned_names" in vars(base):
         base, names = base._pruned_base, base._pruned_names
-    module.__class__ = _class_with_products(base, names | {name} if present else names - {name})
+    made = _class_with_products(base, names | {name} if present else names - {name})
+    module.__class__ = type(above.__name__, (made,), dict(vars(above))) if is_parametrization else made
 
 
 def reparametrize(module: nn.Module, name: str, mask: torch.Tensor, managed: Managed | None) -> None:
