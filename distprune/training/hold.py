@@ -59,13 +59,14 @@ def hold_zeros(
 
     The zeros are the mask: what is pruned later, or comes with a checkpoint, is held from the next step on. Nothing is
     stored with the model; names, ``state_dict`` and forward stay as they are. Zeros of both signs are held that are
-    there at the call, or come with a ``load_state_dict`` of other zeros: a product with a mask leaves both. From then
-    on a kept weight that becomes zero is written as -0.0, the same number; :meth:`Hold.finish` turns it into 0.0. It
-    may be called before or after the model and the optimizer are wrapped or loaded. Weights are read again when torch
-    has counted a write to them, and on a CPU before every step. Torch does not count what is written through ``data``:
-    on a device, write to the parameter or the gradient itself, within ``torch.no_grad()``. -0.0 counts as kept where
-    you write it later: ``weight.mul_(mask)`` leaves it where weights were negative; ``weight.masked_fill_(~mask, 0)``
-    does not. And every +0.0 that you write is held for good, pruned or not, as by ``weight.clamp_(min=0)``.
+    there at the call, or come with a ``load_state_dict`` of other zeros: a product with a mask leaves both.
+    (``torch.distributed.checkpoint.load`` in place, without one, is a write like any other.) From then on a kept weight
+    that becomes zero is written as -0.0, the same number; :meth:`Hold.finish` turns it into 0.0. It may be called
+    before or after the model and the optimizer are wrapped or loaded. Weights are read again when torch has counted a
+    write to them, and on a CPU before every step. Torch does not count what is written through ``data``: on a device,
+    write to the parameter or the gradient itself, within ``torch.no_grad()``. -0.0 counts as kept where you write it
+    later: ``weight.mul_(mask)`` leaves it where weights were negative; ``weight.masked_fill_(~mask, 0)`` does not. And
+    every +0.0 that you write is held for good, pruned or not, as by ``weight.clamp_(min=0)``.
 
     Zeros that are there by nature are held, too, and never learn: leave them out with ``exclude``. A warning names
     matrices of them by one sign: all their other weights are the same number, as ``eye_`` and ``dirac_`` leave them.
