@@ -34,6 +34,7 @@ OWN_WORDS = 96  # windows beside those of a text, of a method that has them by d
 _WORDS = "own_words"  # a record, and the file of the windows
 _TOKENS = "token_ids"  # in the file
 _FORMAT = {"format": "distprune own words"}
+_OF_TEXT = 4 / 7  # of all windows: those of the text, and own ones that continue it, which are half of these at most
 _PROMPT = 32  # tokens of the text that a window continues, or a quarter of a short window
 
 
@@ -68,8 +69,8 @@ def counts_of(
 ) -> WindowCounts:
     """Return how many windows a job has: ``num_samples`` of the text, or without a text in all. Local.
 
-    ``num_own``: what the model writes beside a text, half of it continuing that, 96 windows where it is ``None``; or
-    without a text in the place of ``num_samples``. ``num_text``: the windows of the text that are there.
+    ``num_own``: what the model writes beside a text, up to half of it continuing that, 96 windows where it is ``None``;
+    or without a text in the place of ``num_samples``. ``num_text``: the windows of the text that are there.
     ``num_in_file``: those that were written before; ``None``: none were.
 
     Raises:
@@ -80,7 +81,9 @@ def counts_of(
         return WindowCounts(text=num_text if has_text else 0, own=num_in_file)
     if has_text:
         num_own = OWN_WORDS if num_own is None else num_own
-        return WindowCounts(num_text, num_own // 2, num_own - num_own // 2)
+        wanted = round(_OF_TEXT * (num_text + num_own)) - num_text
+        continuing = min(max(wanted, 0), num_own // 2)
+        return WindowCounts(num_text, continuing, num_own - continuing)
     if not (num := num_own or num_samples):
         raise ValueError("a model has no end of windows to write; say how many (--samples), such as 128")
     return WindowCounts(own=num)
@@ -177,8 +180,9 @@ class CalibratedJob(Job):
             model writes the text.
         samples: Windows of the text, drawn by --seed; without a text, windows that the model writes.
         sequence_length: Tokens in each.
-        own_words: Windows that the model writes beside those of the text: half continue pieces of the text, the
-            others begin as documents of many kinds do, and as chats (96 with admm and shrink, else none). Or a file
+        own_words: Windows that the model writes beside those of the text: half continue pieces of the text, fewer with
+            much text, the others begin as documents of many kinds do, and as chats (96 with admm and shrink, else
+            none). Or a file
             that distprune sample has written: all windows in it.
         targets: Aim at each layer's own output, or at the dense model's (the default of admm and of obs).
         target_share: How much of the way to the dense model's output (half of it).

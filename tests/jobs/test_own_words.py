@@ -50,12 +50,18 @@ def test_how_many_windows_of_each_kind(job: OneShotJob, method: Any, num_own: in
     wanted: Any = dataclasses.replace(job, method=method, calibration="text.txt").own_words_or_default()
     of_text = partial(counts_of, "text.txt", num_text=4, num_in_file=None)
     assert of_text(4, wanted) == WindowCounts(4, num_own // 2, num_own // 2)
-    assert of_text(4, 9) == WindowCounts(4, 4, 5)
+    assert of_text(4, 9) == WindowCounts(4, 3, 6)
     assert counts_of("text.txt", 4, None, num_text=4, num_in_file=7) == WindowCounts(4, own=7)
     assert counts_of("self", 3, wanted, num_text=0, num_in_file=None) == WindowCounts(own=3)
     assert counts_of("self", 3, None, num_text=0, num_in_file=7) == WindowCounts(own=7)
     with pytest.raises(ValueError, match="say how many"):
         run_one_shot_job(dataclasses.replace(job, method=method, samples=None))
+
+
+@pytest.mark.parametrize(("num_text", "num_continuing"), [(1, 48), (16, 48), (64, 27), (126, 1), (128, 0), (1000, 0)])
+def test_the_more_text_there_is_the_less_is_continued(num_text: int, num_continuing: int) -> None:
+    counts = counts_of("text.txt", num_text, None, num_text=num_text, num_in_file=None)
+    assert counts == WindowCounts(num_text, num_continuing, 96 - num_continuing)
 
 
 def test_kinds_are_evenly_mixed() -> None:
