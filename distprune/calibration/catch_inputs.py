@@ -16,17 +16,7 @@ from typing_extensions import override
 
 from distprune.calibration.data import device_of, tokens_together
 from distprune.calibration.sample_group import find_sample_group
-from distprune.calibration.walk import (
-    Batch,
-    Call,
-    Walk,
-    apart,
-    check_plain,
-    hidden_of,
-    in_steps,
-    spread,
-    with_hidden,
-)
+from distprune.calibration.walk import Batch, Call, Walk, check_plain, hidden_of, in_steps, spread, with_hidden
 from distprune.collectives.agree import sum_together, together
 from distprune.collectives.base import Communicator
 from distprune.collectives.communicator import Alone
@@ -87,9 +77,7 @@ def walking(
                     "plan must leave them whole on every rank (no SequenceParallel across blocks)"
                 )
             if has_dense:
-                walk.dense += [hidden.clone() for hidden in walk.hidden]
-                for batch in batches:
-                    batch.dense_calls = apart(batch.calls)
+                walk.begin_dense()
         yield walk
 
 

@@ -105,6 +105,12 @@ class Walk:
         """Whether blocks may hand on more than hidden states. Local, and the same on every rank."""
         return any(call.written for call in self.batches[0].calls)
 
+    def begin_dense(self) -> None:
+        """Begin the dense stream where the walk is. Local."""
+        self.dense = [hidden.clone() for hidden in self.hidden]
+        for batch in self.batches:
+            batch.dense_calls = _apart(batch.calls)
+
     def rows(self, step: Batch, *, dense: bool = False) -> torch.Tensor:
         """Return what the next block is given for the samples of ``step``. Local."""
         parts, first = [], 0
@@ -207,7 +213,7 @@ class Walk:
             _put(self.hidden, batch, output)
 
 
-def apart(calls: Sequence[Call]) -> list[Call]:
+def _apart(calls: Sequence[Call]) -> list[Call]:
     """Return ``calls`` with copies of what blocks write into, one of each. Local."""
     copies = {id(value): copy.copy(value) for call in calls for value in call.written}
 

@@ -152,7 +152,7 @@ def nan_in_one_stream(rank: int, stream: str) -> None:
     linears = linear_layers(decoder_blocks(model)[0][1])
     walk = catch_inputs(model, spread(TOKENS[:1], SampleGroup()))
     targets = Targets(walk, learn_order(Alone(), walk, 0, linears), linears)
-    walk.dense += [hidden.clone() for hidden in walk.hidden]
+    walk.begin_dense()
     targets.run(Alone(), 0, linears)
     if rank == 1:
         spoiled = walk.hidden[0][0] if stream == "pruned" else targets.inputs[0]["mlp.up_proj"][0]
