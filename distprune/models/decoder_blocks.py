@@ -13,10 +13,12 @@ _List = nn.ModuleList | nn.ModuleDict
 
 
 def shared_by_blocks(blocks: Sequence[tuple[str, nn.Module]]) -> str:
-    """Return in words which weight two of ``blocks`` share, by its names in both; nothing if none do. Local."""
+    """Return in words which matrix two of ``blocks`` share, by its names in both; nothing if none do. Local."""
     holders: dict[int, tuple[str, str]] = {}
     for block, module in blocks:
         for name, parameter in module.named_parameters():
+            if parameter.ndim == 1:
+                continue
             holder, first = holders.setdefault(id(parameter), (block, f"{block}.{name}"))
             if holder != block:
                 return f"{first!r} and {f'{block}.{name}'!r} are one weight"
