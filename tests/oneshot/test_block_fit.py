@@ -267,7 +267,6 @@ def test_what_blocks_hand_on_beside_hidden_states_is_that_of_each_stream(
         module.register_forward_hook(lambda *args: wanted.append(args[2]))
     with torch.no_grad():
         dense(token_ids)
-    fit = fit_block
 
     def watched(comm: Any, walk: Walk, index: int, *others: Any) -> Any:
         ours.append(torch.cat(walk.dense, walk.sample_dim).clone())
@@ -275,7 +274,7 @@ def test_what_blocks_hand_on_beside_hidden_states_is_that_of_each_stream(
             outputs = torch.cat([run(batch) for batch in range(walk.num_batches)], walk.sample_dim)
             in_steps = [step.calls[index].run(walk.blocks[index][1], walk.rows(step)) for step in walk.steps]
         torch.testing.assert_close(outputs, torch.cat(in_steps, walk.sample_dim))
-        return fit(comm, walk, index, *others)
+        return fit_block(comm, walk, index, *others)
 
     monkeypatch.setattr(block, "fit_block", watched)
     how: dict[str, Any] = {"method": "magnitude", "targets": "dense", "refit": "block", "batch_tokens": 64}
