@@ -52,12 +52,12 @@ def merge_adapters(model: nn.Module, **options: Any) -> Any:
             raise NotImplementedError(f"PEFT loses a safe_merge into DTensors such as {shard.name!r}: merge without it")
         if shard.module is not None and mask_of(shard) is not None:
             masks.append((shard.module, shard.attribute, shard.module.get_buffer(f"{shard.attribute}_mask")))
-        else:
+        elif len(shard.shape) > 1:  # biases begin as zeros, and learn
             before.append((shard.tensor, shard.local != 0))
     for wrapper in [module for module in model.modules() if module._modules.keys() >= {*_WRAPPED}]:
         original, copies = (wrapper.get_submodule(name) for name in _WRAPPED)
         for name, parameter in original.named_parameters():
-            if parameter.ndim > 1:  # biases begin as zeros, and learn
+            if parameter.ndim > 1:
                 kept = local_of(parameter) != 0
                 before += [(copy.get_parameter(name), kept) for copy in copies.children()]
     if not any(".base_layer." in name for name, _ in model.named_parameters()):

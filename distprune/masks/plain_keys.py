@@ -31,6 +31,7 @@ from distprune.masks.hooks import pruning_hooks
 from distprune.masks.in_place import write_signed_zeros
 from distprune.models.find_shards import check_model
 from distprune.shards.layouts import dtensor_like, is_laid_out_like, local_of, local_part, local_shard
+from distprune.shards.local_shard import bits_of
 
 keys_are_plain: ContextVar[bool] = ContextVar("plain_keys", default=False)
 # By module, class and method.
@@ -91,9 +92,16 @@ def _masked(original: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(original)
     keep = local_mask(original, mask) if isinstance(original, DTensor) else local_of(mask)
     values = local_of(original)
-    values = values.clone() if keep.dtype is torch.bool else values * keep.to(values)
-    write_signed_zeros(values, (keep != 0).to(values.device), where=False)
+    has_signs = _has_signed_zeros(values)
+    values = values.clone() if has_signs and keep.dtype is torch.bool else values * keep.to(values)
+    if has_signs:
+        write_signed_zeros(values, (keep != 0).to(values.device), where=False)
     return dtensor_like(original, values) if isinstance(original, DTensor) else values
+
+
+def _has_signed_zeros(values: torch.Tensor) -> bool:
+    """Return whether a zero among ``values`` can say by its sign that it is kept."""
+    return (values.is_floating_point() or values.is_complex()) and values.dtype is not torch.complex128
 
 
 def local_mask(parameter: DTensor, mask: torch.Tensor) -> torch.Tensor:
@@ -138,7 +146,7 @@ def _disagreement(values: torch.Tensor, original: torch.Tensor, mask: torch.Tens
         return "the mask holds values other than 0 and 1"
     kept = held != 0
     num_lost = int(((local != 0) & ~kept).sum())
-    num_more = int(((local == 0) & ~local.signbit() & kept).sum())
+    num_more = int(((bits_of(local) == 0) & kept).sum()) if _has_signed_zeros(local) else 0
     if num_lost or num_more:
         return f"it is not 0 at {num_lost} places where the mask is, and 0 at {num_more} that the mask keeps"
     return ""

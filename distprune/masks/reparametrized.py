@@ -35,15 +35,19 @@ from distprune.shards.local_shard import LocalShard
 def product(module: nn.Module, name: str) -> torch.Tensor:
     """Return mask times original, in the layout the original is in now. No communication.
 
-    The gathered original of FSDP2 is masked already; a view of it is returned.
+    The gathered original of FSDP2, without an axis of the mask's mesh, is masked already; a view of it is returned.
+
+    Raises:
+        ValueError: a mask of a layout from which the original's part of it would have to be communicated.
     """
     original: torch.Tensor = getattr(module, name + "_orig")
     mask: torch.Tensor = getattr(module, name + "_mask")
-    if isinstance(mask, DTensor):
-        return original * mask if is_laid_out_like(original, mask) else original.view_as(original)
-    if isinstance(original, DTensor):  # sharded after it was pruned, and its mask not yet
+    num_axes = original.device_mesh.ndim if isinstance(original, DTensor) else 0
+    if isinstance(mask, DTensor) and num_axes < mask.device_mesh.ndim:
+        return original.view_as(original)
+    if isinstance(original, DTensor) and not is_laid_out_like(mask, original):  # its mask was not sharded with it
         return original * dtensor_like(original, local_mask(original, mask).to(original.dtype))
-    return mask.to(dtype=original.dtype) * original
+    return original * mask.to(original.dtype)
 
 
 def mask_of(shard: LocalShard) -> torch.Tensor | None:
@@ -97,6 +101,10 @@ class _Pruned(nn.Module):
 
     _pruned_base: type[nn.Module]
     _pruned_names: frozenset[str]
+
+    @override
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Leave out what the module's own class does with its subclasses: this one is no other kind of module."""
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:

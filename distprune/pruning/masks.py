@@ -366,7 +366,7 @@ def sparsity(
 
     Arguments and errors: as of :meth:`Masks.of`. Every rank of ``group`` must call it: three rounds; on pipelines four
     more. Without ``group`` a model that is neither FSDP's nor made of DTensors is counted alone: any rank may ask, and
-    one with a pipeline stage hears of its own.
+    one with a pipeline stage hears of its own. Where other stages are sharded, all ranks give ``group``.
     """
     comm = Alone() if group is None and not is_sharded(model) else communicator(group)
     return Masks.of(model, include=include, exclude=exclude, group=comm).sparsity()

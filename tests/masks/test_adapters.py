@@ -46,6 +46,7 @@ class PeftModel(nn.Module):
             if name == fails_at:
                 raise RuntimeError("out of memory")
             adapted: Any = self.base_model.get_submodule(name)
+            adapted.base_layer.bias.data += 0.5  # as lora_bias=True
             adapted.base_layer.weight.data += adapted.lora_B.weight @ adapted.lora_A.weight
             self.base_model.set_submodule(name, adapted.base_layer)
         return self.base_model
@@ -57,6 +58,8 @@ NAMES = ["layers.0.up", "layers.1.up", "layers.1.down"]
 def merged_on_rank(_: int, layout: str) -> None:
     base = transformer()
     prune.prune_model(base, 0.6, include="layers.*")
+    for name in NAMES:
+        nn.init.zeros_(base.get_submodule(name).bias)  # type: ignore[arg-type]
     before = [parameter.detach().clone() for parameter in base.parameters()]
     model = PeftModel(base, NAMES)
     wrapped = wrap(layout, base)
@@ -64,10 +67,10 @@ def merged_on_rank(_: int, layout: str) -> None:
         wrapped.step(batches(1)[0])  # the root stays gathered
         wrapped.model.zero_grad()
     merged = prune.merge_adapters(model)
-    is_merged = [name.rpartition(".")[0] in NAMES and name.endswith("weight") for name, _ in merged.named_parameters()]
-    assert sum(is_merged) == len(NAMES)
-    for was, now, has_update in zip(before, merged.parameters(), is_merged, strict=True):
-        assert torch.equal(whole(now), torch.where(was == 0, 0.0, was + 0.25) if has_update else was)
+    for was, (name, now) in zip(before, merged.named_parameters(), strict=True):
+        path, _, kind = name.rpartition(".")
+        update: Any = {"weight": 0.25 * (was != 0), "bias": 0.5}[kind] if path in NAMES else 0.0
+        assert torch.equal(whole(now), was + update)
 
 
 def merged_into_masks(_: int, layout: str) -> None:

@@ -110,6 +110,19 @@ def test_plain_keys_are_taken_back_if_they_fit_the_mask(pool: ProcessPool, layou
     pool.run(world_size, resumed_on_rank, layout)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.complex128])
+def test_plain_keys_of_other_dtypes(dtype: torch.dtype) -> None:
+    """Integers have no sign of a kept zero: it stays 0."""
+    layer: Any = nn.Module()
+    layer.weight = nn.Parameter(torch.tensor([0, 1, 1, 0]).to(dtype), requires_grad=dtype.is_complex)
+    prune.custom_from_mask(layer, "weight", torch.tensor([1, 1, 0, 0]))
+    state = prune.dense_state_dict(layer)
+    assert state["weight"].dtype is dtype
+    assert torch.equal(state["weight"], torch.tensor([0, 1, 0, 0]).to(dtype))
+    layer.load_state_dict(state)
+    assert torch.equal(prune.dense_state_dict(layer)["weight"], state["weight"])
+
+
 def test_plain_keys_that_cannot_be_compared_with_a_mask() -> None:
     layer = prune.custom_from_mask(nn.Linear(2, 2), "weight", torch.tensor([[1.0, 0.0], [0.5, 1.0]]))
     state = prune.dense_state_dict(layer)

@@ -6,11 +6,12 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
+from typing_extensions import override
 
 from tests.pruning.test_torch_parity import STEPS, assert_bits, assert_same, check, distinct, made, ours, theirs
 from tests.pruning.test_torch_state import BOTH, X, lstm, nested, train
@@ -184,6 +185,50 @@ def test_methods_compute_masks_on_tensors_as_pytorch_does() -> None:
         containers = [p.PruningContainer(method) for p, method in zip(BOTH, (mine, expected), strict=True)]
         assert_bits(*[container.compute_mask(t, mask) for container in containers])
         assert_bits(*[container.prune(t, mask) for container in containers])
+
+
+def test_complex_tensors_rank_by_their_modulus() -> None:
+    z = torch.tensor([1 + 10j, 5, 2 + 2j, 0.1 + 8j])
+    for p in BOTH:
+        assert p.L1Unstructured(2).prune(z).tolist() == [z[0], 0, 0, z[3]]
+    layer: Any = nn.Linear(4, 1, bias=False)
+    assert ours.l1_unstructured(layer, "weight", 2, importance_scores=z[None]).weight_mask.tolist() == [[1, 0, 0, 1]]
+
+
+def test_a_method_without_a_type_until_there_are_two() -> None:
+    for base in BOTH:
+        module, method = made("linear"), user_method(base, "global", smallest_half)
+        del method.PRUNING_TYPE
+        ours.prune_each([(module, "weight")], method)
+        assert (module.weight_mask == 0).sum() == module.weight_mask.numel() // 2
+        with pytest.raises(ValueError, match="Unrecognized PRUNING_TYPE None"):
+            ours.prune_each([(module, "weight")], method)
+
+
+def test_a_mask_is_not_learned() -> None:
+    with pytest.raises(NotImplementedError, match="a mask is not learned here"):
+        ours.custom_from_mask(made("linear"), "weight", torch.ones(6, 7, requires_grad=True))
+
+
+class Registered(nn.Linear):
+    """A class that keeps a list of its subclasses, which have to say what they are."""
+
+    kinds: ClassVar[dict[str, type]] = {}
+
+    @override
+    def __init_subclass__(cls, *, kind: str) -> None:
+        cls.kinds[kind] = cls
+
+
+class Linear(Registered, kind="linear"):
+    pass
+
+
+def test_a_pruned_module_is_no_other_kind_of_module() -> None:
+    layer = ours.l1_unstructured(Linear(4, 4), "weight", 0.5)
+    assert isinstance(layer, Linear)
+    assert Registered.kinds == {"linear": Linear}
+    assert (layer(torch.ones(1, 4)) == nn.functional.linear(torch.ones(1, 4), layer.weight, layer.bias)).all()
 
 
 def everything(module: Any) -> list[object]:

@@ -170,7 +170,7 @@ class Selecting(BasePruningMethod):
             )
         dtype = t.dtype if pruning_type(self) == "structured" else default_mask.dtype
         pattern, score = self.rule()
-        shard = local_shard("0.t", t if t.is_floating_point() else t.double())
+        shard = local_shard("0.t", t if t.is_floating_point() or t.is_complex() else t.double())
         shard = shard if pattern is None else fitted(pattern, shard, "t")
         with agreeing(Alone()) as agreed:
             agreed.found, agreed.score = Found([shard]), score
@@ -236,6 +236,8 @@ class CustomFromMask(BasePruningMethod):
             raise AssertionError(
                 f"default_mask shape {default_mask.shape} must match self.mask shape {self.mask.shape}"
             )
+        if self.mask.requires_grad:
+            raise NotImplementedError("a mask is not learned here: give mask.detach(), or multiply the weight by it")
         shard = local_shard("mask", default_mask) if is_held(default_mask) else None
         mask = local_part(self.mask, default_mask, shard, "mask")
         if isinstance(default_mask, DTensor):

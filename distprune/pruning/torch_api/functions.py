@@ -33,7 +33,7 @@ from distprune.scores.channel_norm import Norm
 from distprune.shards.checksum import checksum
 from distprune.shards.device import fetched
 from distprune.shards.fsdp2 import Fsdp2Params
-from distprune.shards.layouts import local_of
+from distprune.shards.layouts import is_laid_out_like, local_of
 from distprune.shards.local_shard import LocalShard
 
 Parameter: TypeAlias = tuple[nn.Module, str]  # a module, and the parameter's name in it
@@ -255,7 +255,7 @@ def put_masks(comm: Communicator, shards: Sequence[LocalShard], masks: Mapping[s
         for shard, target in zip(shards, targets, strict=True):
             if target.shard is None or target.shard.geometry != shard.geometry:
                 raise ValueError(f"{shard.name!r} is laid out otherwise than its mask; choose the masks anew")
-            keep = masks[shard.name].to(target.shard.local.device)
+            keep = masks[shard.name].to(target.shard.local.device, copy=True)
             made.append(target.next_mask(keep, CustomFromMask.PRUNING_TYPE))
     for target, mask in zip(targets, made, strict=True):
         place(target, mask, CustomFromMask(mask))
@@ -274,7 +274,8 @@ def shard_masks(model: nn.Module, *, group: Group = None) -> nn.Module:
     that are in place already are left alone. Every rank of ``group`` must call it; one round.
 
     Raises:
-        ValueError: on every rank: masks that differ between ranks, or hold other values than 0 and 1.
+        ValueError: on every rank: masks that differ between ranks, hold other values than 0 and 1, or are cut otherwise
+            than their parameters: then ``remove`` before sharding, or prune behind it.
     """
 
     with agreeing(communicator(group)) as agreed:
@@ -292,15 +293,15 @@ def shard_masks(model: nn.Module, *, group: Group = None) -> nn.Module:
 
 
 def _with_whole_masks(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return the sharded parameters whose masks are still whole; what FSDP2 left unsharded is put back."""
+    """Return the sharded parameters whose masks are laid out otherwise; what FSDP2 left unsharded is put back."""
     fsdp2, found = Fsdp2Params(), []
     for module in model.modules():
         for hook in pruning_hooks(module).values():
             name = str(hook._tensor_name)
             fsdp2.release(module, name + "_orig")
             mask = getattr(module, name + "_mask")
-            is_whole = not isinstance(mask, DTensor) or all(placement.is_replicate() for placement in mask.placements)
-            if is_whole and isinstance(getattr(module, name + "_orig"), DTensor):
+            original = getattr(module, name + "_orig")
+            if isinstance(original, DTensor) and not is_laid_out_like(mask, original):
                 found.append((module, name))
     return found
 

@@ -91,7 +91,8 @@ class Target:
         self.mask = None if mask is None else mask == 1
         self.scores = self._part(scores, "importance_scores")
         if self.shard is not None and self.scores is not None:
-            ranked = self.scores if self.scores.is_floating_point() else self.scores.to(torch.float64)
+            has_floats = self.scores.is_floating_point() or self.scores.is_complex()
+            ranked = self.scores if has_floats else self.scores.to(torch.float64)
             self.shard = dataclasses.replace(self.shard, local=ranked)
 
     def _part(self, tensor: torch.Tensor | None, what: str) -> torch.Tensor | None:

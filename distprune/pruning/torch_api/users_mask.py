@@ -18,7 +18,7 @@ _no_redistribution = private("torch.distributed.tensor._utils", "ExplicitRedistr
 
 
 def pruning_type(method: torch_prune.BasePruningMethod) -> str:
-    return str(cast(Any, method).PRUNING_TYPE)
+    return str(getattr(method, "PRUNING_TYPE", None))  # needed when its mask is combined with another
 
 
 def check_type(method: torch_prune.BasePruningMethod) -> None:
