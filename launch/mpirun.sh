@@ -2,7 +2,7 @@
 # distprune under mpirun or mpiexec, of any MPI that mpi4py runs on (pip install 'distprune[mpi]').
 # MODEL and OUTPUT lie on storage that all hosts see.
 #
-#   RANKS=16 HOSTS=node1,node2 bash launch/mpirun.sh MODEL OUTPUT [options]
+#   RANKS=16 HOSTS=node1,node2 bash launch/mpirun.sh MODEL OUTPUT --pattern 2:4
 set -euo pipefail
 model=$1 output=$2
 shift 2
@@ -12,4 +12,4 @@ hosts=()
 if [ -n "${HOSTS:-}" ]; then hosts=(--host "$HOSTS"); fi
 
 exec mpiexec -n "${RANKS:-2}" "${hosts[@]}" \
-    "${PYTHON:-python}" -m distprune prune "$model" --output "$output" --sparsity "${SPARSITY:-0.5}" "$@"
+    "${PYTHON:-python}" -m distprune prune "$model" --output "$output" "$@"

@@ -150,10 +150,10 @@ def open_directory(path: str | Path) -> HfDirectory:
         raise FileNotFoundError(f"{folder} is no model directory: it has no {CONFIG_NAME}")
     has_index, has_single = ((folder / name).is_file() for name in (INDEX_NAME, SINGLE_NAME))
     if not has_index and not has_single:
-        said = f"{folder} holds no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there"
-        if any(folder.glob("pytorch_model*.bin")):
-            said += "; pytorch_model.bin may run code and is not read: save it anew by save_pretrained of transformers"
-        raise FileNotFoundError(said)
+        raise FileNotFoundError(
+            f"{folder} holds no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there; a pytorch_model.bin may run "
+            "code and is neither fetched nor read: save it anew by save_pretrained of transformers"
+        )
     weight_map, metadata = read_index(folder / INDEX_NAME) if has_index else ({}, {})
     names = dict.fromkeys(weight_map.values()) if has_index else [SINGLE_NAME]
     if has_single and SINGLE_NAME not in names:

@@ -101,7 +101,7 @@ class OneShotJob(PruningJob, CalibratedJob):
 
 @asked
 class PlanJob(OneShotJob):
-    """Say what :class:`OneShotJob` would take, from the model's config. Nothing runs, and nothing is written.
+    """Say what :class:`OneShotJob` would take, from the model's directory. Nothing runs, and nothing is written.
 
     Args:
         plan: Print how much memory each rank would take, and run nothing.

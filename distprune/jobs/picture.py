@@ -78,5 +78,5 @@ def kind_of(name: str) -> str:
 
 def mean_error(layers: Iterable[Mapping[str, Any]]) -> float | None:
     """Return the mean relative error of those layers of a block that have one."""
-    errors = [layer["relative_error"] for layer in layers if layer["relative_error"] is not None]
+    errors = [float(layer["relative_error"]) for layer in layers if layer["relative_error"] is not None]
     return sum(errors) / len(errors) if errors else None

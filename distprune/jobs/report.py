@@ -225,7 +225,8 @@ def rows(report: Mapping[str, Any], *, in_full: bool = False) -> list[Row]:
         shown.append((f"perplexity on {text}", f"{before:.2f} -> {after:.2f}"))
     for task, metrics in report["tasks_after"].items():
         for metric, value in metrics.items():
-            shown.append((f"{metric} on {task}", f"{report['tasks_before'][task][metric]:.4f} -> {value:.4f}"))
+            before, after = float(report["tasks_before"][task][metric]), float(value)  # "inf" is a text in JSON
+            shown.append((f"{metric} on {task}", f"{before:.4f} -> {after:.4f}"))
     return shown
 
 
@@ -265,7 +266,7 @@ def _pruning_rows(pruning: Mapping[str, Any], asked: Mapping[str, Any]) -> Itera
     yield "pattern", f"{pruning['pattern']}{', each row by itself' if by_row else ''}"
     yield from _walk_rows(pruning, asked)
     layers = [layer for block in pruning["blocks"] for layer in block["layers"]]
-    errors = {layer["name"]: layer["relative_error"] for layer in layers if layer["relative_error"] is not None}
+    errors = {layer["name"]: float(layer["relative_error"]) for layer in layers if layer["relative_error"] is not None}
     if errors:
         worst = max(errors, key=lambda name: errors[name])
         yield "worst layer", f"{worst}, relative error {errors[worst]:.4f}"

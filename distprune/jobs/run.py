@@ -44,7 +44,7 @@ from distprune.collectives.communicator import communicator
 from distprune.evaluation import Progress, perplexities
 from distprune.jobs.model_card import CARD_NAME, model_card
 from distprune.jobs.options import REPORT_NAME, BareJob, Job
-from distprune.jobs.picture import PICTURE_NAME, can_draw, picture
+from distprune.jobs.picture import PICTURE_NAME, can_draw, kind_of, picture
 from distprune.jobs.report import Evaluation, JobReport, PrunedBlocks, SmallerModel, Trained, Work
 from distprune.jobs.tasks import load_tasks, run_tasks
 from distprune.jobs.watcher import Reporter, Watcher
@@ -204,7 +204,7 @@ class Run(BareRun):
                 check_fit(ids, self, length, "evaluation_length (--eval-length)")
             self._tasks = load_tasks(job.tasks) if job.tasks else None
             facts |= {f"evaluation tokens of {name}": token_digest(ids) for name, ids in self._texts.items()}
-            digest = new_digest(json.dumps([facts, job.tasks]).encode()).hexdigest()
+            digest = new_digest(json.dumps([facts, job.tasks, length]).encode()).hexdigest()
             self.evaluation = f"before-{digest[:12]}"  # the record of what is evaluated before
         self._started = time.perf_counter()
 
@@ -312,8 +312,9 @@ class Run(BareRun):
             if self.comm.rank == 0 and self.files is not None:
                 folder = self.files.result
                 write_report(report.to_dict(), folder)
-                lost = sorted(self.directory.tensors.keys() - open_directory(folder).tensors.keys())
-                if lost and not isinstance(work, SmallerModel):
+                named: Callable[[str], str] = kind_of if isinstance(work, SmallerModel) else str  # numbers change
+                there = set(map(named, open_directory(folder).tensors))
+                if lost := sorted(name for name in self.directory.tensors if named(name) not in there):
                     more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
                     self.reporter.say(f"not in the output, since transformers does not load it: {lost[0]!r}{more}")
                 self._write(folder / CARD_NAME, lambda: model_card(report), "left as it was")

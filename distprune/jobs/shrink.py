@@ -28,7 +28,7 @@ from distprune.removal.sizes import Sizes
 
 def parse_budget(text: str) -> int | float:
     """Return how many parameters may stay, such as 100M, or which share of them."""
-    return parse_amount(text, "KMBT", 1000) if text[-1:].isalpha() else parse_size(text)
+    return parse_size(text) if "." in text and text[-1:].isdecimal() else parse_amount(text, "KMBT", 1000)
 
 
 @asked

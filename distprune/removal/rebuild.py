@@ -21,7 +21,15 @@ from distprune.collectives.agree import together
 from distprune.collectives.communicator import Group, communicator
 from distprune.models.decoder_blocks import decoder_blocks, shared_by_blocks
 from distprune.models.units import Cut, UnitKind, Units, find_all_units, find_units, head_dim
-from distprune.removal.smaller_config import SizeChange, Smaller, shapes_of, smaller_config, tensors_of, text_config
+from distprune.removal.smaller_config import (
+    SizeChange,
+    Smaller,
+    layers_of_their_own,
+    shapes_of,
+    smaller_config,
+    tensors_of,
+    text_config,
+)
 from distprune.shards.fsdp2 import Fsdp2Params
 from distprune.shards.fsdp2_forward import reset_forward
 from distprune.shards.fsdp2_resize import drop_modules, even_parts, resize
@@ -265,8 +273,14 @@ def check_layers(model: nn.Module, kept: Sequence[int]) -> Smaller:
                 changes.append(SizeChange(name, value, [value[i] for i in kept]))
             if name.endswith("layers") and all(isinstance(v, int) and v in range(num_blocks) for v in value):
                 changes.append(SizeChange(name, value, [kept.index(v) for v in value if v in kept]))
+    for name, value in layers_of_their_own(text).items():
+        layers = {int(layer): fields for layer, fields in value.items()}
+        changes.append(SizeChange(name, value, {i: layers[layer] for i, layer in enumerate(kept) if layer in layers}))
     smaller = smaller_config(model, changes, shapes_of(model, rename), rename)
+    lists = [(change.before, change.after) for change in changes if isinstance(change.before, list)]
     for (path, name), (before, after) in smaller.attributes.items():
+        if (before, after) in lists:  # a block reads its own place of it
+            continue
         index = path[len(prefix) + 1 :].partition(".")[0] if path.startswith(f"{prefix}.") else ""
         if index and (type(before) is not int or after != before - int(index) + int(place[index])):
             raise NotImplementedError(

@@ -131,7 +131,7 @@ def shrink_model(
         samples: as of :func:`distprune.prune_blocks`: token ids, or ``"self"``.
         mlp, heads, kv_groups, experts, layers: how many stay in each place, or as a float which share: MLP channels,
             query heads (as many of each KV group), KV groups with their query heads, experts, decoder layers. ``None``:
-            all.
+            all. Nothing makes up for experts: they leave first, and targets are of the model without them.
         parameters: at most as many stay of all parameters of the model, or as a float which share. The kinds of which
             nothing is said leave as it costs least, by trials on held-out samples; never experts. See ``Budget``.
         criterion: how units are chosen: ``"obs"``, ``"taylor"``, ``"fluctuation"`` (FLAP), ``"activation"``

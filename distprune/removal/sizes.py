@@ -105,10 +105,17 @@ class Sizes:
         self.check_asked()
         selections, _ = plan_units(model, self.some_units(model))
         if (num_layers := self.num_layers(model)) < len(decoder_blocks(model)):
-            check_layers(model, range(num_layers))
+            _check_some_layers(model, num_layers)
         elif self.parameters is None and cut_shapes(model, selections) == shapes_of(model):
             raise ValueError(f"{self}: as many as the model has: there is none to remove")
         return None if self.parameters is None else Budget.of(model, self)
+
+
+def _check_some_layers(model: nn.Module, num: int) -> None:
+    """Raise as :func:`check_layers` does unless the last ``num`` layers can stay, or the first. Local."""
+    num_all = len(decoder_blocks(model))
+    if not _is_possible(check_layers, model, range(num_all - num, num_all)):
+        check_layers(model, range(num))
 
 
 def _in_words(sizes: Mapping[str, int | float]) -> str:
@@ -170,7 +177,7 @@ class Budget:
             if kind not in out and (of_kind := _options(model, kind, of_all, sizes, inside))
         }
         # Whichever leave: the first one is tried.
-        if sizes.layers is None and num_layers > 1 and _is_possible(check_layers, model, range(1, num_layers)):
+        if sizes.layers is None and num_layers > 1 and _is_possible(_check_some_layers, model, num_layers - 1):
             options["layers"] = dict.fromkeys(range(num_layers - 1, 0, -1), ())
         budget = cls(limit, num_all - sum(_block_numels(model, Sizes())), inside, num_layers, options)
         smallest = ({kind: [*options[kind]][-1] for kind in kinds} for kinds in budget._together())

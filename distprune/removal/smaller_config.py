@@ -106,6 +106,7 @@ def smaller_config(
         if not difference:
             old, new = vars(_text(before)), vars(_text(after))
             changed = {k: v for k, v in new.items() if not k.startswith("_") and (k not in old or old[k] != v)}
+            changed |= {k: v for k, v in fields.items() if k not in new}
             return Smaller(changed, _attributes(dense, cut, rename))
         reasons.append(f"with {', '.join(f'{k}={v}' for k, v in fields.items()) or 'what it has'}, {difference}")
     kind = type(_text(config)).__name__
@@ -150,15 +151,20 @@ def _implement_alike(made: Any, config: Any) -> None:
 def _tries(text: Any, changes: Sequence[SizeChange]) -> Iterator[dict[str, Any]]:
     """Yield fields that may say ``changes``: at first all that can, then fewer."""
     head_dims = [change.head_dim for change in changes if change.head_dim is not None]
-    fixed = {"head_dim": head_dims[-1]} if head_dims else {}
+    fixed = {"head_dim": head_dims[0]} if len({*head_dims}) == 1 else {}  # or layers have their own
     options: dict[str, list[Any]] = {}
-    for name, value in vars(text).items():
+    for name, value in (vars(text) | layers_of_their_own(text)).items():
         for change in () if name.startswith("_") else changes:
             if change.is_said_by(name, value) and change.after not in options.get(name, []):
                 options.setdefault(name, []).append(change.after)
     unchanged = object()
     for values in itertools.product(*([*sizes, unchanged] for sizes in options.values())):
         yield {name: value for name, value in zip(options, values, strict=True) if value is not unchanged} | fixed
+
+
+def layers_of_their_own(text: Any) -> dict[str, Any]:
+    """Return the field in which a configuration says what single layers have otherwise, if there are any. Local."""
+    return {name: value for name, value in text.to_dict().items() if name == "per_layer_config" and value}
 
 
 def _possible(config: Any, changes: Sequence[SizeChange]) -> str:

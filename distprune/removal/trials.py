@@ -158,8 +158,12 @@ def _split(samples: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
     some = samples[:: math.ceil(len(samples) / _MOST_WINDOWS)]
     is_held = torch.arange(len(some), device="cpu") % _HELD_OUT == min(len(some), _HELD_OUT) - 1
     fitted, whole = some[~is_held], some[is_held]
-    num_pieces = whole.shape[1] // _PIECE
-    pieces = whole[:, : num_pieces * _PIECE].reshape(-1, _PIECE)
+    is_begun = bool((samples[:, 0] == samples[0, 0]).all())  # all texts are, with one token of the tokenizer's
+    start = whole[:, : int(is_begun)]
+    size, rest = _PIECE - start.shape[1], whole[:, start.shape[1] :]
+    num_pieces = rest.shape[1] // size
+    pieces = rest[:, : num_pieces * size].reshape(-1, size)
+    pieces = torch.cat([start.repeat_interleave(num_pieces, 0), pieces], 1)
     return fitted, [whole, pieces] if num_pieces > 1 else [whole]
 
 

@@ -100,6 +100,7 @@ JOBS: dict[str, BareJob] = {
     # Sizes are numbers or shares.
     "shrink m --output o --kv-groups 2": ShrinkJob(**MO, kv_groups=2),
     "shrink m --output o --parameters 100M": ShrinkJob(**MO, parameters=100_000_000),
+    "shrink m --output o --parameters 6000000000": ShrinkJob(**MO, parameters=6_000_000_000),
     "shrink m --output o --parameters 1.2345K": ShrinkJob(**MO, parameters=1234),
     "shrink m --output o --parameters 0.8": ShrinkJob(**MO, parameters=0.8),
 }

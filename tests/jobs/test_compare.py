@@ -63,7 +63,10 @@ def test_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: 
     What a terminal would obey is shown.
     """
     monkeypatch.chdir(tmp_path)
-    write(Path("half"))
+    report = json.loads((write(Path("half")) / REPORT_NAME).read_text())
+    for when, metric in (("before", 20.0), ("after", "inf")):
+        report[f"tasks_{when}"] = {"wikitext": {"word_perplexity": metric}}
+    Path("half", REPORT_NAME).write_text(json.dumps(report))
     write(Path("other"), after={"/else/\x1b[31mt.txt": 15.0, "/data/t.txt": "inf"})
     report = json.loads((write(Path("longer")) / REPORT_NAME).read_text())
     report["arguments"]["evaluation_length"] = 32
@@ -74,10 +77,12 @@ def test_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: 
     lines = command("compare", "half", "other", "longer").out.splitlines()
     assert lines[:4] == ["sparsity", *(f"  {name:<6}  {ZEROS}" for name in ("half", "other", "longer"))]
     assert lines[4:6] == ["method", "  half    magnitude"]
-    assert lines[-7:] == [
+    assert lines[-9:] == [
         "perplexity on /data/t.txt, 64 tokens in windows of 16",
         "  half    10.00 -> 20.00",
         "  other   10.00 -> inf",
+        "word_perplexity on wikitext",
+        "  half    20.0000 -> inf",
         r"perplexity on /else/\x1b[31mt.txt, 64 tokens in windows of 16",
         "  other   10.00 -> 15.00",
         "perplexity on /data/t.txt, 64 tokens in windows of 32",

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import distprune as prune
+from distprune.calibration.text import tokenize_file
 from distprune.checkpoint.hf_load import load_tokenizer
+from distprune.evaluation import perplexities
 from distprune.jobs import ShrinkJob, run_shrink_job
 from distprune.jobs.options import REPORT_NAME
 from tests.hf_models import make_model, make_tokenizer
@@ -68,10 +70,13 @@ def test_what_is_written_is_what_shrink_model_leaves(
         make_tokenizer(folder)
     job = small_shrink_job(folder, text_file, tmp_path / "outputs", **sizes, criterion="magnitude", refit="none")
     job = dataclasses.replace(job, evaluate_on=(str(text_file),), evaluation_length=16, evaluation_tokens=160)
-    assert pool.run(2, run_on_rank, job, 0) == ["killed", "killed"]
+    assert pool.run(2, run_on_rank, dataclasses.replace(job, evaluation_length=32), 0) == ["killed", "killed"]
     assert pool.run(2, run_on_rank, dataclasses.replace(job, resume=True)) == ["", ""]
     output = tmp_path / "outputs" / "out"
     whole = prune.load(folder)
+    text = tokenize_file(load_tokenizer(folder), str(text_file), max_tokens=160, sequence_length=16)
+    (before,) = json.loads((output / REPORT_NAME).read_text())["perplexity_before"].values()
+    assert before == pytest.approx(perplexities(whole, [text], sequence_length=16)[0], rel=1e-5)
     windows = prune.calibration_windows(text_file, load_tokenizer(folder), 4, 16)
     prune.shrink_model(whole, windows, **sizes, criterion="magnitude", refit="none", layer_criterion="influence")
     model, info = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True)
@@ -118,6 +123,15 @@ def test_a_budget_is_divided_once(job: ShrinkJob, tmp_path: Path) -> None:
     card = (tmp_path / "whole" / "README.md").read_text()
     assert f"| tried | {len(removal['trials'])} divisions of the budget |" in card
     assert "--parameters 0.8 " in card
+
+
+def test_what_transformers_does_not_load_is_said(job: ShrinkJob, tmp_path: Path) -> None:
+    """And no word of the block that leaves."""
+    make_tokenizer(model := make_model(tmp_path / "model", "gpt2"))
+    (path,), heard = model.glob("*.safetensors"), Heard()
+    save_file({**load_file(path), "transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64)}, path, {"format": "pt"})
+    run_shrink_job(dataclasses.replace(job, model=str(model), heads=None, mlp=None, layers=1), watcher=heard)
+    assert "not in the output, since transformers does not load it: 'transformer.h.0.attn.bias'" in heard.said
 
 
 def test_what_is_not_possible_is_refused(job: ShrinkJob, tmp_path: Path) -> None:

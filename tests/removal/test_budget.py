@@ -168,6 +168,16 @@ def test_trials_measure_what_is_lost_and_put_the_model_back(monkeypatch: pytest.
     assert told[num_told:] == [told[1], told[num_told - 1]]
 
 
+def test_pieces_begin_as_all_windows_do() -> None:
+    windows = torch.arange(8 * 70).view(8, 70)
+    (whole, pieces), size = trials._split(windows)[1], 32
+    assert torch.equal(pieces, whole[:, : 2 * size].reshape(-1, size))
+    windows[:, 0] = 1
+    whole, pieces = trials._split(windows)[1]
+    assert (pieces[:, 0] == 1).all()
+    assert torch.equal(pieces[:, 1:], whole[:, 1 : 2 * size - 1].reshape(-1, size - 1))
+
+
 @pytest.mark.parametrize("extra", [0.0, 0.1, 9.0])
 @pytest.mark.sampled(1)
 def test_what_costs_more_together_is_found_out(monkeypatch: pytest.MonkeyPatch, extra: float) -> None:

@@ -25,7 +25,9 @@ from distprune.models.decoder_blocks import decoder_blocks
 from distprune.models.units import UnitKind, find_all_units
 from distprune.removal.rebuild import Kept, check_layers, plan_units, remove_layers, remove_units
 from distprune.removal.shrink_model import shrink_model
+from distprune.removal.sizes import Sizes
 from tests.architectures import samples, tiny_model
+from tests.families import family_model
 from tests.removal.layouts import LAYOUTS, PLANS
 from tests.removal.sliced import SCRIPTS, Script, kept_units, sliced
 from tests.sampling import only_whole
@@ -180,6 +182,20 @@ def test_layers_leave_and_the_others_close_up(name: str, tmp_path: Path) -> None
     again = loaded(model, tmp_path)
     assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
     assert torch.equal(generated(again), generated(model))
+
+
+TYPES = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+GEMMA = {"global_head_dim": 16, "layer_types": TYPES, "num_hidden_layers": 6}  # the last one must be of full attention
+GEMMA |= {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": False}
+
+
+@pytest.mark.parametrize(("family", "sizes", "kept"), [("gpt_neo", {}, [0, 2]), ("gemma4_text", GEMMA, [0, 2, 3, 5])])
+def test_layers_that_a_configuration_lists(family: str, sizes: Any, kept: list[int], tmp_path: Path) -> None:
+    """As a list that each block keeps whole, or by their numbers where they have other sizes."""
+    model: Any = family_model(family, **sizes)
+    Sizes(layers=len(kept), heads=2 if family == "gemma4_text" else None).check(model)
+    remove_layers(model, kept)
+    assert torch.equal(loaded(model, tmp_path)(TOKENS).logits, model(TOKENS).logits)
 
 
 def remove_then_step(_: int, layout: str) -> tuple[nn.Module, list[Any], dict[str, torch.Tensor]]:
