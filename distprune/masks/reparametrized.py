@@ -151,7 +151,7 @@ class _Pruned(nn.Module):
         """
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self._pruned_names:
-            original, mask = self._parameters[name + "_orig"], self._buffers[name + "_mask"]
+            original, mask = self._parameters.get(name + "_orig"), self._buffers[name + "_mask"]  # or FSDP1 has it
             if isinstance(original, DTensor) and mask is not None and mask.is_meta and not isinstance(mask, DTensor):
                 local = torch.empty_like(original.to_local(), dtype=mask.dtype)
                 destination[f"{prefix}{name}_mask"] = dtensor_like(original, local)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import distprune as prune
@@ -52,6 +52,19 @@ def parallel_then_sharded_on_rank(_: int) -> None:
 
 def test_parallelized_then_pruned_then_sharded(pool: ProcessPool) -> None:
     pool.run(2, parallel_then_sharded_on_rank)
+
+
+def flattened_on_rank(_: int) -> None:
+    layer, x = layer_and_input()
+    wanted = prune.l1_unstructured(layer, "weight", 0.5)(x)
+    model = FullyShardedDataParallel(layer, device_id=torch.device("cpu"))
+    torch.testing.assert_close(model(x), wanted)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        assert "weight_mask" in model.state_dict()
+
+
+def test_flattened_by_fsdp1_after_it_was_pruned(pool: ProcessPool) -> None:
+    pool.run(2, flattened_on_rank)
 
 
 def test_masks_and_their_model_share_no_memory(pool: ProcessPool) -> None:
