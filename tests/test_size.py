@@ -18,7 +18,7 @@ LINES = {
     "collectives": (658, 640),
     "jobs": (2106, 1280),
     "kernels": (850, 800),
-    "masks": (499, 470),
+    "masks": (504, 470),
     "models": (1022, 690),
     "oneshot": (1921, 1440),
     "patterns": (1406, 690),

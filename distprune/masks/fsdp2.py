@@ -11,11 +11,12 @@ import weakref
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from distprune.shards.device import sent
-from distprune.shards.fsdp2 import Managed
+from distprune.shards.fsdp2 import Fsdp2Params, Managed
 from distprune.shards.torch_private import FSDPParam
 
 
@@ -49,6 +50,12 @@ class _MaskedParam(FSDPParam):
             param.reset_sharded_param()
         finally:
             param.__class__ = _MaskedParam
+
+
+def is_masked(module: nn.Module, name: str) -> bool:
+    """Return whether FSDP2 multiplies the parameter by its mask before it gathers it. Local."""
+    managed = Fsdp2Params().find(module, name)
+    return managed is not None and isinstance(managed.param, _MaskedParam)
 
 
 def _local_mask(param: FSDPParam) -> torch.Tensor:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 from typing_extensions import override
 
-from distprune.masks.fsdp2 import rename
+from distprune.masks.fsdp2 import is_masked, rename
 from distprune.masks.hooks import pruning_hooks
 from distprune.masks.in_place import zero_where_pruned
 from distprune.masks.plain_keys import join_keys, keys_are_plain, local_mask, take_plain_key, watch_savers
@@ -35,19 +35,20 @@ from distprune.shards.local_shard import LocalShard
 def product(module: nn.Module, name: str) -> torch.Tensor:
     """Return mask times original, in the layout the original is in now. No communication.
 
-    The gathered original of FSDP2, without an axis of the mask's mesh, is masked already; a view of it is returned.
+    What FSDP2 has gathered, or cut otherwise after a forward, is masked already; a view of it is returned.
 
     Raises:
         ValueError: a mask of a layout from which the original's part of it would have to be communicated.
     """
     original: torch.Tensor = getattr(module, name + "_orig")
     mask: torch.Tensor = getattr(module, name + "_mask")
-    num_axes = original.device_mesh.ndim if isinstance(original, DTensor) else 0
-    if isinstance(mask, DTensor) and num_axes < mask.device_mesh.ndim:
+    if isinstance(mask, DTensor) and is_laid_out_like(original, mask):
+        return original * mask
+    if isinstance(mask, DTensor) and (not isinstance(original, DTensor) or is_masked(module, name + "_orig")):
         return original.view_as(original)
-    if isinstance(original, DTensor) and not is_laid_out_like(mask, original):  # its mask was not sharded with it
+    if isinstance(original, DTensor):  # sharded after it was pruned, and its mask not with it
         return original * dtensor_like(original, local_mask(original, mask).to(original.dtype))
-    return original * mask.to(original.dtype)
+    return mask.to(dtype=original.dtype) * original
 
 
 def mask_of(shard: LocalShard) -> torch.Tensor | None:

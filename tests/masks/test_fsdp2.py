@@ -342,20 +342,20 @@ def test_moved_and_reloaded(pool: ProcessPool) -> None:
         assert_close(double, wanted)
 
 
-def product_on_rank(_: int) -> None:
-    """Outside of forward the product is sharded and fresh, also when the weights are gathered."""
-    model: Any = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+def product_on_rank(_: int, resharded: int | bool) -> None:
+    """Outside of forward the product is sharded and fresh, also when the weights are gathered, or over fewer ranks."""
+    model: Any = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
     for layer in model:
-        fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), reshard_after_forward=False)
+        fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), reshard_after_forward=resharded)
     layer = model[0]
     prune.l1_unstructured(layer, "weight", 0.5)
     weight = layer.weight
     assert isinstance(weight, DTensor)
     assert torch.equal(whole(weight), whole(layer.weight_orig) * whole(layer.weight_mask))
     model(torch.ones(2, 6))
-    gathered = layer.weight
-    assert not isinstance(gathered, DTensor)  # reshard_after_forward=False leaves it gathered, and masked
-    assert torch.equal(gathered.detach(), whole(weight))
+    after = layer.weight
+    assert isinstance(after, DTensor) == bool(resharded)  # reshard_after_forward=False leaves it gathered, and masked
+    assert torch.equal(whole(after.detach()), whole(weight))
     layer.reshard()
     assert torch.equal(whole(layer.weight), whole(weight))
     prune.remove(layer, "weight")
@@ -364,5 +364,6 @@ def product_on_rank(_: int) -> None:
     assert whole(layer.weight.grad).all()  # nothing masks it any more
 
 
-def test_product_outside_of_forward(pool: ProcessPool) -> None:
-    pool.run(2, product_on_rank)
+@pytest.mark.parametrize(("world_size", "resharded"), [(2, False), (4, 2)])
+def test_product_outside_of_forward(pool: ProcessPool, world_size: int, resharded: int | bool) -> None:
+    pool.run(world_size, product_on_rank, resharded)
