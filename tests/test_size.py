@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "distprune"
 # By folder, "." the files beside them: the most lines of code that it may have, and the goal.
 LINES = {
     ".": (410, 320),
-    "calibration": (2056, 1350),
+    "calibration": (2058, 1350),
     "checkpoint": (1532, 1180),
     "cli": (595, 410),
     "collectives": (658, 640),

@@ -19,7 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 from distprune.calibration.text import behind, first_token, generator_of, ids_of
 from distprune.models.decoder_blocks import text_config
 
-_NUM_TEXTS, _LEAST = 4, 32  # of a window whose texts begin with one token; tokens of each, or there are fewer
+_TEXT, _CHAT = 64, 256  # tokens of a text and of a chat, of which long windows hold many
+_NUM_TEXTS, _LEAST = 4, 32  # texts of a short window; tokens of each, or there are fewer
 
 # fmt: off
 BEGINNINGS = (
@@ -91,13 +92,14 @@ def texts_of(
         opening = first + opening
     vocabulary = vocabulary_of(model)
     begun = [first + ids for ids in begun if lines is not None or ids[0] < vocabulary]
-    can_chat = len(first) < len(opening) < length and max(opening) < vocabulary
+    least = max([_TEXT, *(2 * len(ids) for ids in begun)])
+    num_texts, num_chats = max(1, min(_NUM_TEXTS, length // _LEAST), length // least), max(1, length // _CHAT)
+    text_length, chat_length = -(-length // num_texts), -(-length // num_chats)
+    can_chat = len(first) < len(opening) < chat_length and max(opening) < vocabulary
     kinds = ["tokens"] if prompts is None or not begun else []
     if begun:
         kinds += ["beginnings", *kinds, "chats" if can_chat else "beginnings"]
     generator = generator_of(seed)
-    num_texts = max(1, min(_NUM_TEXTS, length // _LEAST))  # of a window
-    text_length = -(-length // num_texts)
     for line, ids in zip(lines, begun, strict=True) if lines else ():
         if not len(first) < len(ids) < text_length:
             raise ValueError(f"the beginning {line[:40]!r} has {len(ids)} tokens, where a text has {text_length}")
@@ -105,8 +107,8 @@ def texts_of(
         windows = [i for i in range(num_given, samples) if kinds[(i - num_given) % len(kinds)] == kind]
         num = len(windows) * num_texts
         if kind == "chats":
-            chats = torch.tensor([opening] * len(windows), dtype=torch.int64, device="cpu")
-            texts.append(Texts(chats, length, windows))
+            chats = torch.tensor([opening] * (len(windows) * num_chats), dtype=torch.int64, device="cpu")
+            texts.append(Texts(chats, chat_length, windows))
         elif kind == "tokens":
             tokens = behind(first, random_tokens(model, num, generator, tokenizer))
             texts.append(Texts(tokens, text_length, windows))

@@ -1,7 +1,7 @@
 """Windows of tokens that a model writes itself: calibration where there is no text, or text of one kind only.
 
 Nouns: a *text* begins with a *prompt*, and the model continues it. A *window* holds one text, or several, one behind
-the other, where prompts are one token each: so few windows are about many things.
+the other: so few windows are about many things.
 """
 
 from __future__ import annotations
@@ -86,9 +86,10 @@ def own_words(
     torch.Size([2, 6])
 
     By the ``generate`` of transformers. Windows that continue no ``prompts`` are of several kinds (see
-    ``calibration/openings.py``): every other one holds four texts, or fewer of 32 tokens or more, that begin with
-    random tokens; the rest are in turn four that begin as documents of many kinds do and, where the tokenizer has a
-    chat template, one that begins as a user's turn.
+    ``calibration/openings.py``): every other one holds texts that begin with random tokens; the rest hold in turn
+    texts that begin as documents of many kinds do and, where the tokenizer has a chat template, chats, which begin as a
+    user's turn. Texts have 64 tokens or a few more, or twice those of the longest of ``beginnings``, and chats 256: a
+    long window is about many things. Short windows hold up to four texts, of 32 tokens or more, or a chat.
     The end-of-sequence token does not end a text: documents follow each other. To be given to
     :func:`distprune.prune_blocks` and others as ``samples``.
 

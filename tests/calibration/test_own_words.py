@@ -140,7 +140,7 @@ def test_the_seed_decides() -> None:
     assert told == [(i, 18) for i in range(1, 19)]
 
 
-@pytest.mark.parametrize(("length", "num_texts"), [(63, 1), (64, 2), (130, 4), (256, 4)])
+@pytest.mark.parametrize(("length", "num_texts"), [(63, 1), (64, 2), (130, 4), (256, 4), (1000, 15)])
 def test_windows_hold_texts_that_know_nothing_of_each_other(length: int, num_texts: int) -> None:
     model, size = tiny_model("llama"), -(-length // num_texts)
     (texts,) = texts_of(model, None, None, None, 2, length, 0)
@@ -166,6 +166,8 @@ def test_kinds_of_windows(model_folder: Path) -> None:
     assert torch.equal(words[:2, :4], prompts)
     assert set(words[2::2, 0].tolist()) <= set(known)
     assert torch.equal(words[3::2, : len(opening)], torch.tensor([opening]).repeat(3, 1))
+    chats = texts_of(model, tokenizer, prompts, None, 5, 600, 0)[2]
+    assert (chats.prompts.tolist(), chats.length, chats.windows) == ([opening] * 2, 300, [3])
     words = own_words(model, 300, 9, tokenizer=tokenizer)  # a chat needs more room than its opening
     assert set(words[::2, 0].tolist()) == {*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids} - {0, 1, 2}
 
@@ -248,6 +250,16 @@ def test_beginnings_that_a_tokenizer_does_not_know(model_folder: Path) -> None:
     tokenizer.decode = lambda _: "\ufffd"
     texts = texts_of(load_model(model_folder), tokenizer, torch.full((2, 4), 5), None, 98, 31, 0)
     assert [(text.prompts.shape, text.windows[0]) for text in texts] == [((2, 4), 0), ((96, 1), 2)]  # random tokens
+
+
+def test_texts_are_longer_where_beginnings_are(model_folder: Path) -> None:
+    """A text is at least twice as long as what it begins with."""
+    model, tokenizer = load_model(model_folder), load_tokenizer(model_folder)
+    lines, prompts = ["a" * 50, "a"], torch.full((1, 4), 5)
+    _, begun = texts_of(model, tokenizer, prompts, lines, 3, 600, 0)
+    assert (begun.prompts.shape, begun.length, begun.windows) == ((12, 50), 100, [1, 2])
+    _, begun = texts_of(model, tokenizer, prompts, ["a"], 3, 600, 0)
+    assert (begun.prompts.shape, begun.length) == ((18, 1), 67)
 
 
 def written_on_rank(_: int, architecture: str, layout: str) -> list[torch.Tensor]:
