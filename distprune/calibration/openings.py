@@ -92,8 +92,8 @@ def texts_of(
         opening = first + opening
     vocabulary = vocabulary_of(model)
     begun = [first + ids for ids in begun if lines is not None or ids[0] < vocabulary]
-    least = max([_TEXT, *(2 * len(ids) for ids in begun)])
-    num_texts, num_chats = max(1, min(_NUM_TEXTS, length // _LEAST), length // least), max(1, length // _CHAT)
+    size = max([_TEXT, *(2 * len(ids) for ids in begun)])  # of a text in a long window
+    num_texts, num_chats = max(1, min(_NUM_TEXTS, length // _LEAST), length // size), max(1, length // _CHAT)
     text_length, chat_length = -(-length // num_texts), -(-length // num_chats)
     can_chat = len(first) < len(opening) < chat_length and max(opening) < vocabulary
     kinds = ["tokens"] if prompts is None or not begun else []

@@ -176,7 +176,7 @@ class Budget:
             for kind, of_all in places.items()
             if kind not in out and (of_kind := _options(model, kind, of_all, sizes, inside))
         }
-        # Whichever leave: the first one is tried.
+        # Whichever leave: the first one is tried, and the last.
         if sizes.layers is None and num_layers > 1 and _is_possible(_check_some_layers, model, num_layers - 1):
             options["layers"] = dict.fromkeys(range(num_layers - 1, 0, -1), ())
         budget = cls(limit, num_all - sum(_block_numels(model, Sizes())), inside, num_layers, options)

@@ -342,9 +342,9 @@ def test_moved_and_reloaded(pool: ProcessPool) -> None:
         assert_close(double, wanted)
 
 
-def product_on_rank(_: int, resharded: int | bool) -> None:
+def product_on_rank(_: int, num_rows: int, resharded: int | bool) -> None:
     """Outside of forward the product is sharded and fresh, also when the weights are gathered, or over fewer ranks."""
-    model: Any = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+    model: Any = nn.Sequential(nn.Linear(6, num_rows), nn.Linear(num_rows, 4))
     for layer in model:
         fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), reshard_after_forward=resharded)
     layer = model[0]
@@ -364,6 +364,6 @@ def product_on_rank(_: int, resharded: int | bool) -> None:
     assert whole(layer.weight.grad).all()  # nothing masks it any more
 
 
-@pytest.mark.parametrize(("world_size", "resharded"), [(2, False), (4, 2)])
-def test_product_outside_of_forward(pool: ProcessPool, world_size: int, resharded: int | bool) -> None:
-    pool.run(world_size, product_on_rank, resharded)
+@pytest.mark.parametrize(("world_size", "num_rows", "resharded"), [(2, 5, False), (4, 8, 2)])
+def test_product_outside_of_forward(pool: ProcessPool, world_size: int, num_rows: int, resharded: int | bool) -> None:
+    pool.run(world_size, product_on_rank, num_rows, resharded)

@@ -21,7 +21,7 @@ from distprune.masks.reparametrized import product, reparametrize, undo_reparame
 from distprune.models.find_shards import Found
 from distprune.patterns.base import Pattern, Ranked, Scope
 from distprune.pruning.agreement import Agreed, agreeing, choose_masks, fitted
-from distprune.pruning.torch_api.targets import Hook, Pairs, Scores, Target, facts, find_targets, plain
+from distprune.pruning.torch_api.targets import Hook, Pairs, Scores, Target, as_floats, facts, find_targets, plain
 from distprune.pruning.torch_api.users_mask import check_type, mask_by_user, masks_by_users, pruning_type
 from distprune.scores.base import LocalScores, Score
 from distprune.shards.layouts import dtensor_like, is_held, local_of, local_part, local_shard
@@ -170,7 +170,7 @@ class Selecting(BasePruningMethod):
             )
         dtype = t.dtype if pruning_type(self) == "structured" else default_mask.dtype
         pattern, score = self.rule()
-        shard = local_shard("0.t", t if t.is_floating_point() or t.is_complex() else t.double())
+        shard = local_shard("0.t", as_floats(t))
         shard = shard if pattern is None else fitted(pattern, shard, "t")
         with agreeing(Alone()) as agreed:
             agreed.found, agreed.score = Found([shard]), score

@@ -279,7 +279,7 @@ def shard_masks(model: nn.Module, *, group: Group = None) -> nn.Module:
     """
 
     with agreeing(communicator(group)) as agreed:
-        targets = find_targets(_with_whole_masks(model))
+        targets = find_targets(_masks_to_cut(model))
         for target in targets:
             check_binary(target.label, target.whole_mask)
         shards = [target.shard for target in targets if target.shard is not None]
@@ -292,7 +292,7 @@ def shard_masks(model: nn.Module, *, group: Group = None) -> nn.Module:
     return model
 
 
-def _with_whole_masks(model: nn.Module) -> list[tuple[nn.Module, str]]:
+def _masks_to_cut(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return the sharded parameters whose masks are laid out otherwise; what FSDP2 left unsharded is put back."""
     fsdp2, found = Fsdp2Params(), []
     for module in model.modules():

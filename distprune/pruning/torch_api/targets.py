@@ -30,6 +30,11 @@ Scores = Mapping[tuple[nn.Module, str], torch.Tensor]
 Hook = torch_prune.BasePruningMethod
 
 
+def as_floats(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what elements are ranked by: integers as float64."""
+    return tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.double()
+
+
 class Target:
     """What is at ``name`` in ``module``; what FSDP2 left unsharded is put back. No communication.
 
@@ -91,9 +96,7 @@ class Target:
         self.mask = None if mask is None else mask == 1
         self.scores = self._part(scores, "importance_scores")
         if self.shard is not None and self.scores is not None:
-            has_floats = self.scores.is_floating_point() or self.scores.is_complex()
-            ranked = self.scores if has_floats else self.scores.to(torch.float64)
-            self.shard = dataclasses.replace(self.shard, local=ranked)
+            self.shard = dataclasses.replace(self.shard, local=as_floats(self.scores))
 
     def _part(self, tensor: torch.Tensor | None, what: str) -> torch.Tensor | None:
         return None if tensor is None else local_part(tensor, self.original, self.shard, what)
