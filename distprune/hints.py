@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import wraps
+from numbers import Integral
 from typing import Any, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
@@ -56,6 +57,17 @@ def _unknown(function: str, name: str, value: Any, known: Sequence[str]) -> str:
     near = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
     way = _WAYS_OF.get(function, {}).get(name) or _WAYS.get(name, near)
     return f"{function}() takes no {name!r}; {way.format(repr(value) if isinstance(value, float) else '0.5')}"
+
+
+def as_int(name: str, number: object) -> int:
+    """Return ``number``, of the argument ``name``, as an int: numpy's integers too. Local.
+
+    Raises:
+        TypeError: it is no integer, or it is a bool.
+    """
+    if isinstance(number, bool) or not isinstance(number, Integral):
+        raise TypeError(f"{name} must be an int, not {number!r}")
+    return int(number)
 
 
 def near_names(pattern: str, names: Sequence[str]) -> str:

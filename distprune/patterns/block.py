@@ -13,6 +13,7 @@ import torch
 from typing_extensions import override
 
 from distprune.collectives.agree import sum_together
+from distprune.hints import as_int
 from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares, check_share
 from distprune.patterns.census import Competing, take_census
 from distprune.patterns.cut_bands import Answers, CutBands, CutPart, unpacked
@@ -59,8 +60,7 @@ class Block(Pattern):
     scope: Scope = "global"
 
     def __post_init__(self) -> None:
-        if isinstance(self.size, bool) or not isinstance(self.size, int):
-            raise TypeError(f"size must be an int, not {self.size!r}")
+        vars(self).update(size=as_int("size", self.size))
         if self.size < 1:
             raise ValueError(f"size={self.size} is less than 1; a block has 1 x 1 weights or more")
         check_share(self.sparsity, scope=self.scope)

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from distprune.collectives.agree import max_together, sum_together, together
 from distprune.collectives.communicator import Alone
+from distprune.hints import as_int
 from distprune.patterns.base import Choice, Pattern, Ranked, Scope, Shares, check_share
 from distprune.patterns.census import Competing, take_census
 from distprune.patterns.local_units import ChannelUnits
@@ -58,8 +59,7 @@ class Channels(Pattern):
     scope: Scope = "tensor"
 
     def __post_init__(self) -> None:
-        if isinstance(self.dim, bool) or not isinstance(self.dim, int):
-            raise TypeError(f"dim must be an int, not {self.dim!r}")
+        vars(self).update(dim=as_int("dim", self.dim))
         check_share(self.sparsity, scope=self.scope)
 
     @override

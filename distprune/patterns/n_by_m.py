@@ -8,6 +8,7 @@ from typing import final
 import torch
 from typing_extensions import override
 
+from distprune.hints import as_int
 from distprune.kernels.within import MOST_IN_GROUP, Units
 from distprune.patterns.base import Pattern
 from distprune.patterns.unstructured import Unstructured
@@ -37,9 +38,7 @@ class NByM(WithinRows):
     m: int
 
     def __post_init__(self) -> None:
-        for name, number in (("n", self.n), ("m", self.m)):
-            if isinstance(number, bool) or not isinstance(number, int):
-                raise TypeError(f"{name} must be an int, not {number!r}")
+        vars(self).update(n=as_int("n", self.n), m=as_int("m", self.m))
         if not 0 < self.n < self.m:
             raise ValueError(f"{self.n}:{self.m} is not a pattern: n of every m are kept, 0 < n < m")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import final
 
 import torch
@@ -41,7 +42,7 @@ class ChannelNorm(Score):
             raise NotImplementedError("n='nuc' needs the singular values of whole channels; use a number or 'fro'")
         if isinstance(self.n, str) and self.n != "fro":
             raise ValueError(f"n={self.n!r} is no norm; use a number, inf, -inf or 'fro'")
-        if isinstance(self.n, bool) or not isinstance(self.n, int | float | str):
+        if isinstance(self.n, bool) or not isinstance(self.n, Real | str):
             raise TypeError(f"n must be a number or 'fro', not {self.n!r}")
         exponent = 2.0 if isinstance(self.n, str) else float(self.n)
         if math.isnan(exponent):

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -263,3 +264,5 @@ def test_patterns_refuse_nonsense() -> None:
     for kind, arguments, error, words in refused:
         with pytest.raises(error, match=words):
             kind(*arguments)
+    n, m = np.array([2, 4])
+    assert repr((NByM(n, m), Block(m, 0.5), Channels(0.5, n))) == repr((NByM(2, 4), Block(4, 0.5), Channels(0.5, 2)))

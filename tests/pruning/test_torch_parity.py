@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.utils.prune
@@ -183,6 +184,8 @@ def test_structured(kind: str, n: Any, dtype: torch.dtype) -> None:
         for amount in (0, 1, 2, 0.5, 1.0):
             check(module, functools.partial(act, amount=amount))
         check(module, functools.partial(act, amount=1, scores=module.weight.detach().flip(0).clone()))
+        if not isinstance(n, str):  # numpy's numbers
+            check(module, lambda p, m, dim=dim: p.ln_structured(m, "weight", np.int64(1), np.float64(n), np.int64(dim)))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
