@@ -133,14 +133,14 @@ def catch_inputs(
 ) -> Walk:
     """Return the walk that begins before the first decoder block of ``model``; ``batches`` learn their calls.
 
-    The first one runs the first block and what is around the blocks, to learn how each of them is called; the others
-    stop where the last kind of call begins, which for most models is at the first block. With ``offload`` the hidden
-    states wait on the CPU between blocks. Of ``steps`` the calls are learned, too. Every rank must pass as many of
-    both. FSDP2 gathers the root, embeddings and head, once for all of them. Rounds: 1 for each batch and each step,
-    and 1 before the first block is gathered, of 64 bytes.
+    The first sample alone runs the first block and what is around the blocks, to the end, to learn how each of them is
+    called; batches stop where the last kind of call begins, which for most models is at the first block. With
+    ``offload`` the hidden states wait on the CPU between blocks. Of ``steps`` the calls are learned, too. Every rank
+    must pass as many of both. FSDP2 gathers the root, embeddings and head, once for all of them. Rounds: 1 for each
+    batch and each step, 1 for the first sample, and 1 before the first block is gathered, of 64 bytes.
 
     Raises:
-        ValueError: no decoder blocks, a forward that does not reach the blocks in order, or that gives a
+        ValueError: no decoder blocks, a forward that does not reach each block once, in order, or that gives a
             block other hidden states than the one before puts out; it names the block.
         RuntimeError: a forward that changes the model's own weights.
         NotImplementedError: hidden states that are DTensors.
@@ -152,6 +152,7 @@ def catch_inputs(
     reset_forward(model)
     try:
         with keeping_weights(model):
+            learner.learn(_first_sample(batches[0]))
             for batch in batches:
                 walk.hidden.append(walk.kept(learner.learn(batch)))
             for step in steps:
@@ -159,6 +160,7 @@ def catch_inputs(
                 walk.sample_dim = next((dim for dim, (a, b) in enumerate(sizes) if a != b), walk.sample_dim)
     finally:
         reset_forward(model)
+    walk.in_place = learner.in_place
     walk.output = with_hidden(learner.output, torch.empty(0, dtype=torch.float32, device="cpu"))
     return walk
 
@@ -211,18 +213,27 @@ class _StandIn(nn.Module):
         return getattr(self.__dict__["_block"], name)  # models ask their blocks which attention they have
 
 
+def _first_sample(batch: Batch) -> Batch:
+    tensors = {key: value[:1] for key, value in batch.inputs.items() if isinstance(value, torch.Tensor)}
+    return Batch(batch.windows[:1], {**batch.inputs, **tensors, "logits_to_keep": 1})
+
+
 class _ReachedLast(Exception):
     """Ends a forward before the last block that is asked for."""
 
 
 class _Learner:
-    """Learns how ``model`` calls its ``blocks``. The first one runs once, to show what a block puts out."""
+    """Learns how ``model`` calls its ``blocks``.
+
+    The first forward goes on to its end, and runs the first block, to show what a block puts out.
+    """
 
     def __init__(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], comm: Guarded) -> None:
         self._model, self._blocks, self._comm = model, blocks, comm
         self.output: Any = None  # of a block
-        self._extras: list[torch.Tensor] = []  # what a block puts out beside hidden states
-        self._firsts = list(range(len(blocks)))  # by block, the first of its kind; until it is known, itself
+        self.in_place = False  # it writes into its hidden states
+        self._extras: list[torch.Tensor] = []  # what a block puts out; the next one alone is given hidden states
+        self._firsts: list[int] = []  # by block, the first of its kind
         # Of a forward:
         self._calls: list[Call] = []
         self._hidden = torch.empty(0, dtype=torch.float32, device="cpu")  # that the first block is given
@@ -231,7 +242,7 @@ class _Learner:
 
     def learn(self, batch: Batch) -> torch.Tensor:
         """Give ``batch`` its calls, and return the hidden states of it that the first block is given."""
-        is_first, num_asked = self.output is None, max(self._firsts) + 1
+        num_asked = max(self._firsts, default=len(self._blocks) - 1) + 1
         self._calls, self._handed_on = [], []
         with _standing_in(self._model, self._blocks[:num_asked], self._called), torch.no_grad():
             self._comm.meet()  # it may gather
@@ -254,7 +265,7 @@ class _Learner:
                     f"block {self._blocks[index][0]!r} is not given what {self._blocks[index - 1][0]!r} puts out: the "
                     "model changes hidden states between them, which a walk from block to block cannot follow"
                 )
-        if is_first:
+        if not self._firsts:
             self._firsts = [next(i for i, other in enumerate(calls) if other.is_same(call)) for call in calls]
         batch.calls = [calls[first] for first in self._firsts]
         return self._hidden
@@ -265,7 +276,7 @@ class _Learner:
         if index != len(self._calls):
             raise ValueError(
                 f"block {name!r} is called as number {len(self._calls) + 1}; a walk needs every block to be called "
-                "once, in order"
+                "once, in order; prune_model prunes by the weights alone"
             )
         hidden, call = _part(name, args, kwargs)
         if any(given is extra for given in _tree_leaves((call.args, call.kwargs)) for extra in self._extras):
@@ -278,15 +289,16 @@ class _Learner:
             self._hidden = hidden
         else:
             self._handed_on.append(_equal(hidden, self._put_out))
-        if index == max(self._firsts):
+        if self._firsts and index == max(self._firsts):
             raise _ReachedLast
         if self.output is None:
             self._comm.meet()
             gather(block)
+            version = -1 if hidden.is_inference() else hidden._version
             self.output = block(*args, **kwargs)
+            self.in_place = version == -1 or hidden._version != version
             self._put_out = hidden_of(self.output).clone()
-            beside = _tree_leaves(self.output[1:] if isinstance(self.output, tuple | list) else ())
-            self._extras = [extra for extra in beside if isinstance(extra, torch.Tensor)]
+            self._extras = [extra for extra in _tree_leaves(self.output) if isinstance(extra, torch.Tensor)]
             return self.output
         self._put_out = hidden.clone()
         return with_hidden(self.output, hidden)
@@ -296,7 +308,9 @@ def _part(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tor
     hidden_name, others = None, args[1:]
     hidden = args[0] if args else None
     if not args:
-        hidden_name, hidden = next(((key, v) for key, v in kwargs.items() if isinstance(v, torch.Tensor)), (None, None))
+        floats = {key: v for key, v in kwargs.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+        hidden_name = "hidden_states" if "hidden_states" in floats else next(iter(floats), None)
+        hidden = floats.get(hidden_name or "")
         kwargs = {key: value for key, value in kwargs.items() if key != hidden_name}
     if not isinstance(hidden, torch.Tensor):
         raise ValueError(f"block {name!r} is called without a tensor of hidden states in front")

@@ -52,7 +52,7 @@ def listening(
     def hear(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         linear = linears[name]
         if linear.expert is None:
-            x = args[0] if args else kwargs["input"]
+            x = args[0] if args else next(iter(kwargs.values()))
             listener.given(name, x, None, _first(refs, name, x))
         else:
             prefix = name.removesuffix(f"{linear.parameter_name}.{linear.expert}")
@@ -70,11 +70,11 @@ def listening(
 
     with ExitStack() as stack:
         for name, module in first_layers(linears).items():
-            # A linear's first of all hooks: those of tensor parallelism wrap the input anew for every layer.
-            # The experts' last: theirs needs the weights, which a hook of FSDP2 may have yet to gather.
-            is_linear = linears[name].expert is None
+            # Last of all hooks: others may change the input, or gather experts. But those of tensor parallelism wrap a
+            # linear's input anew for every layer.
+            is_first = linears[name].expert is None and walk.sample_group.size > 1
             hook = partial(hear, name)
-            stack.callback(module.register_forward_pre_hook(hook, prepend=is_linear, with_kwargs=True).remove)
+            stack.callback(module.register_forward_pre_hook(hook, prepend=is_first, with_kwargs=True).remove)
         for name, linear in adding.items():
             stack.callback(linear.module.register_forward_hook(partial(add, name)).remove)
         yield

@@ -147,8 +147,9 @@ class _BackwardListener:
     def listening(self) -> Iterator[None]:
         with ExitStack() as stack:
             for name, module in first_layers(self._linears).items():
-                # First of all hooks, and last of all: tensor parallelism wraps inputs and unwraps outputs.
-                given = module.register_forward_pre_hook(partial(self._given, name), prepend=True, with_kwargs=True)
+                # Under tensor parallelism first of all hooks, and last of all: it wraps inputs and unwraps outputs.
+                is_first = self._sample_group.size > 1
+                given = module.register_forward_pre_hook(partial(self._given, name), prepend=is_first, with_kwargs=True)
                 stack.callback(given.remove)
                 stack.callback(module.register_forward_hook(partial(self._put_out, name), with_kwargs=True).remove)
             yield
@@ -161,6 +162,11 @@ class _BackwardListener:
         finally:
             self._counts = False
         predicting, targets = logits[:, :-1].flatten(0, 1), batch.inputs["input_ids"][:, 1:].flatten()
+        if not predicting.requires_grad:
+            raise NotImplementedError(
+                "no gradient reaches the logits: does the forward use torch.utils.checkpoint with use_reentrant=True? "
+                "use_reentrant=False works"
+            )
         gradient = torch.empty_like(predicting)
         loss = cross_entropy(predicting.detach(), targets, gradient)
         torch.autograd.backward(predicting, gradient)
@@ -192,7 +198,7 @@ class _BackwardListener:
     def _given(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Take in the inputs of a linear layer, and return them so that gradients of outputs flow."""
         is_linear = self._linears[name].expert is None
-        key = "input" if is_linear else "hidden_states"
+        key = "hidden_states" if args or not is_linear else next(iter(kwargs))
         x = args[0] if args else kwargs[key]
         if is_linear and self._takes:
             self._add(name, x, 0)

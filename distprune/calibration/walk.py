@@ -91,6 +91,7 @@ class Walk:
     steps: list[Batch] = field(default_factory=list)
     sample_dim: int = 0  # of hidden states; their first one in most models
     output: Any = None
+    in_place: bool = False  # blocks write into the hidden states that they are given
     offload: bool = False  # hidden states are on the CPU between blocks
     sample_group: SampleGroup = field(default_factory=SampleGroup)  # that runs these samples
     given: torch.Tensor | None = None  # the hidden states that are run now
@@ -121,8 +122,10 @@ class Walk:
             start, stop = (min(max(bound - first, 0), num) for bound in (begins, ends))
             first += num
             if start < stop:
-                parts.append(hidden if stop - start == num else hidden.narrow(self.sample_dim, start, stop - start))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, self.sample_dim)
+                size = hidden.shape[self.sample_dim] // num  # of a sample: its tokens, where these are flattened
+                whole = stop - start == num
+                parts.append(hidden if whole else hidden.narrow(self.sample_dim, start * size, (stop - start) * size))
+        return parts[0] if len(parts) == 1 and not self.in_place else torch.cat(parts, self.sample_dim)
 
     def kept(self, values: torch.Tensor) -> torch.Tensor:
         """Return a copy of ``values`` where hidden states wait between blocks. Local."""
@@ -148,7 +151,7 @@ class Walk:
             self.given, self.running = stream[batch].to(device), batch
             with torch.no_grad(), self.sample_group.passing():
                 calls = self.batches[batch].dense_calls if dense else self.batches[batch].calls
-                return calls[index].run(block, self.given)
+                return calls[index].run(block, self.given.clone() if self.in_place else self.given)
 
         outer = _outer(self.model, name)
         if outer is not None:

@@ -97,11 +97,12 @@ def allocate(
         agreed.facts = {**plan.facts, "max_difference": repr(max_difference)}
     shards = {shard.name: shard for shard in agreed.shards()}
     check_parts(comm, agreed.roster, lambda: list(shards.values()))
-    linears = {
+    every = {
         f"{block}.{layer}": linear
         for (block, _), of_block in zip(decoder_blocks(model), plan.linears, strict=True)
         for layer, linear in of_block.linears.items()
     }
+    linears = {name: linear for name, linear in every.items() if linear.num_in * linear.num_out}
     found = measure_sensitivities(comm, model, linears, plan.samples, progress, batch_tokens)
     layers = [
         _Layer(shards[name.removesuffix(linear.name) + linear.parameter_path], linear, found[name])
@@ -118,7 +119,8 @@ def allocate(
         budget = round(sparsity * sum(linear.num_out * linear.num_in for linear in linears.values()))
         counts = below_one_threshold(torch.stack(histograms), of_layers, budget)
         pruned = whole_rows_of(counts, num_out, bounds, budget)
-        return {name: num / linear.num_in for (name, linear), num in zip(linears.items(), pruned, strict=True)}
+        shares = {name: num / linear.num_in for (name, linear), num in zip(linears.items(), pruned, strict=True)}
+        return {name: shares.get(name, sparsity) for name in every}
 
 
 def _bounds(num_in: int, sparsity: float, max_difference: float) -> Bounds:

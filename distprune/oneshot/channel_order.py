@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import warnings
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from torch import nn
 from distprune.calibration.statistics import InputStatistics
 from distprune.calibration.walk import Walk
 from distprune.checkpoint.optional_packages import import_extra
-from distprune.collectives.agree import sum_together, together
+from distprune.collectives.agree import max_together, sum_together, together
 from distprune.collectives.base import Communicator
 from distprune.collectives.guarded import guarding
 from distprune.models.linear_layers import LinearLayer
@@ -71,9 +72,12 @@ def permute_block(
 ) -> None:
     """Put the channels of block ``index``, which is dense, in the order in which ``pattern`` keeps most of ``linears``.
 
-    By what these are given now; ``owned``: parameters that this rank counts, by their names in the model. Every rank
-    must call it: rounds of :meth:`InputStatistics.reduce`, and for each layer that reads some those of ``whole_rows``,
-    ``channel_order`` and ``move_channels``; none where no token came.
+    By what these are given now; ``owned``: parameters that this rank counts, by their names in the model. A block that
+    puts out something else then keeps its order, with a warning: it reads channels otherwise than by their names.
+
+    Every rank must call it: rounds of :meth:`InputStatistics.reduce`, and for each layer that reads some those of
+    ``whole_rows``, ``channel_order`` and ``move_channels``, none where no token came; two runs of the first batch, and
+    three rounds of 64 bytes or less.
     """
     name, block = walk.blocks[index]
     with together(comm):
@@ -84,13 +88,38 @@ def permute_block(
     statistics.run(index)
     with naming(name):
         (moments,) = statistics.reduce()
+    before, orders = _first_output(comm, walk, index), dict[str, torch.Tensor]()
     with guarding(comm) as ranks:
         for m in moments:
             (reader,) = m.names
             if m.num_tokens:
                 with whole_rows(ranks, {reader: linears[reader]}, owned, f"{name}.") as rows:
-                    order = channel_order(ranks, rows[reader], m.squares, movable[reader], pattern.n, pattern.m)
-                move_channels(ranks, block, movable[reader], order)
+                    orders[reader] = channel_order(
+                        ranks, rows[reader], m.squares, movable[reader], pattern.n, pattern.m
+                    )
+                move_channels(ranks, block, movable[reader], orders[reader])
+    after = _first_output(comm, walk, index)
+    if max_together(comm, (1,), lambda words: words.fill_(_is_another(before, after, walk.hidden[0])))[0]:
+        with guarding(comm) as ranks:
+            for reader, order in orders.items():
+                move_channels(ranks, block, movable[reader], order.argsort())
+        what = f"channels of a {type(block).__name__}"
+        warnings.warn(f"{what} keep their order: another changes its output", stacklevel=2)
+
+
+def _first_output(comm: Communicator, walk: Walk, index: int) -> torch.Tensor:
+    """Return what block ``index`` puts out for the first batch. Every rank must call it: one round of 64 bytes."""
+    with together(comm), walk.block(index) as run:
+        return run(0)
+
+
+def _is_another(before: torch.Tensor, after: torch.Tensor, given: torch.Tensor) -> bool:
+    """Return whether ``after`` differs from ``before`` by more than rounding does: of products, and of sums. Local."""
+    eps = torch.finfo(before.dtype).eps
+    change, before, given = after.float() - before.float(), before.float(), given.to(before.device, torch.float32)
+    added = before - given if given.shape == before.shape else before
+    largest = max(8 * eps, 2**-10) * added.norm() + 2 * eps * before.norm()
+    return bool(change.norm() > largest)
 
 
 def find_channels(model: nn.Module, block: nn.Module, readers: Collection[str], m: int) -> dict[str, MovableChannels]:

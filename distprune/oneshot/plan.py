@@ -81,6 +81,12 @@ def blocks_to_walk(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if find_flat_parts(model):
         raise NotImplementedError("FSDP1 holds parts of rows; shard the model with fully_shard (FSDP2) instead")
     blocks = decoder_blocks(model)
+    listed = model.get_submodule(blocks[0][0].rpartition(".")[0])._modules.values()
+    if sum(block is not None for block in listed) != len(blocks):
+        raise NotImplementedError(
+            f"a block is in {type(model).__name__}'s list more than once, which a walk from block to block cannot "
+            "follow; prune_model prunes by the weights alone"
+        )
     check_one_stack(model)
     warn_of_other_blocks(model)
     reset_forward(model)

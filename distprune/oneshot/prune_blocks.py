@@ -67,7 +67,7 @@ def prune_blocks(
         sparsity: the share of zeros, or one for each layer by name. ``None``: ``pattern`` says it.
         method: ``"admm"`` (arXiv 2401.02938), ``"sparsegpt"`` (2301.00774), ``"wanda"`` (2306.11695), ``"magnitude"``,
             ``"random"``; or a score or a solver.
-        pattern: as of :func:`distprune.prune_model`; each matrix by itself.
+        pattern: as of :func:`distprune.prune_model`; each matrix (out, in) by itself, also of a ``Conv1D``.
         seed: of ``"random"`` and ``refit``.
         sequential: ``"block"``: all layers of a block at once; ``"layer"``, with ADMM: in the order they run.
         targets: ``"own"`` outputs of layers, or, with ADMM, the ``"dense"`` model's.

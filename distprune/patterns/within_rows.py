@@ -117,8 +117,8 @@ class PerRow(WithinRows):
 
     @override
     def keep_left(self, keys: torch.Tensor, gone: torch.Tensor) -> torch.Tensor:
-        num_gone = gone.sum(1)
-        wanted = (self._share * (keys.shape[1] - num_gone).to(torch.float64)).round_()  # half to even, as round()
+        num_gone, share = gone.sum(1), float(self._share)
+        wanted = (share * (keys.shape[1] - num_gone).to(torch.float64)).round_()  # half to even, as round()
         return keep_highest_per_row(keys, num_gone + wanted.to(torch.int64))
 
     @override

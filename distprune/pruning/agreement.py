@@ -21,7 +21,7 @@ from distprune.hints import near_names
 from distprune.kernels.available import has_kernels
 from distprune.kernels.held import count_zeros
 from distprune.masks.in_place import zero_all_where_pruned
-from distprune.mistakes import is_ours
+from distprune.mistakes import called_from_outside, is_ours
 from distprune.models.find_shards import Found, NamePattern, find_shards, listed
 from distprune.models.matrices import matrix_of_weight
 from distprune.models.weights import check_unscaled
@@ -194,7 +194,7 @@ class NamedWeights:
         """
         with agreeing(comm) as agreed:
             agreed.found = self.find()
-            agreed.facts = {**self.facts, "arguments": repr(look())}
+            agreed.facts = {**self.facts, "arguments": repr(look()), "function": called_from_outside()}
         agreed.check_found()
         return agreed
 

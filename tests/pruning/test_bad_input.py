@@ -281,6 +281,8 @@ def windows(model: nn.Module) -> object:
         (lambda model: prune_model(model, 0.5), windows, ("prune_model", "perplexity")),
         (windows, prune.hold_zeros, ("perplexity", "hold_zeros")),
         (lambda model: prune.prune_blocks(model, "self", 0.5), prune.sparsity, ("prune_blocks", "sparsity")),
+        (prune.sparsity, prune.hold_zeros, ("sparsity", "hold_zeros")),
+        (prune.Masks.of, prune.sparsity, ("Masks.of", "sparsity")),
     ],
 )
 def test_ranks_in_different_functions(

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -266,3 +267,15 @@ def test_patterns_refuse_nonsense() -> None:
             kind(*arguments)
     n, m = np.array([2, 4])
     assert repr((NByM(n, m), Block(m, 0.5), Channels(0.5, n))) == repr((NByM(2, 4), Block(4, 0.5), Channels(0.5, 2)))
+
+
+def test_rows_lose_a_fraction_of_what_is_left() -> None:
+    half: Any = Fraction(1, 2)
+    masks = []
+    for share in (half, 0.5):
+        with drawing(0):
+            layer = nn.Linear(8, 8)
+        prune.l1_unstructured(layer, "weight", 0.25)
+        prune.l1_pattern(layer, "weight", PerRow(share))
+        masks.append(layer.get_buffer("weight_mask"))
+    assert torch.equal(masks[0], masks[1])
