@@ -1,9 +1,30 @@
-"""What reports of several counted parts add up."""
+"""What reports count: the zeros of a part, and of several together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+
+from typing_extensions import override
+
+from distprune.formatting import count, one_line, share
+
+
+class Counted:
+    """A part whose elements, and the zeros among them, are counted."""
+
+    name: str
+    num_elements: int
+    num_zeros: int
+
+    @property
+    def sparsity(self) -> float:
+        """The share of zeros."""
+        return self.num_zeros / max(self.num_elements, 1)
+
+    @override
+    def __repr__(self) -> str:
+        return one_line(self, f"{share(self.sparsity)} of {count(self.num_elements)} weights zero in {self.name}")
 
 
 class Totals:

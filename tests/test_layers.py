@@ -14,7 +14,7 @@ LEVEL = {
     "formatting": 0,
     "collectives": 0,
     "hints": 0,
-    "totals": 0,
+    "totals": 1,
     "version": 0,
     "shards": 1,
     "kernels": 2,

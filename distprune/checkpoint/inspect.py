@@ -21,13 +21,13 @@ from distprune.checkpoint.weight_file import TensorEntry
 from distprune.formatting import count, one_line, share, worst, zeros
 from distprune.models.matrices import matrix_of_weight
 from distprune.shards.layouts import local_shard
-from distprune.totals import Totals
+from distprune.totals import Counted, Totals
 
 PATTERNS = ((1, 4), (2, 4), (4, 8))
 
 
-@dataclass(frozen=True)
-class TensorReport:
+@dataclass(frozen=True, repr=False)
+class TensorReport(Counted):
     """One tensor. ``patterns``: the N:M that hold, at most N nonzeros in every M inputs.
 
     They are looked for along the inputs of weights that are pruned by default, along the last dim of other matrices.
@@ -40,14 +40,6 @@ class TensorReport:
     num_zeros: int
     patterns: tuple[str, ...]
     is_prunable: bool | None = None  # by default; None: unknown
-
-    @property
-    def sparsity(self) -> float:
-        return self.num_zeros / max(self.num_elements, 1)
-
-    @override
-    def __repr__(self) -> str:
-        return one_line(self, f"{share(self.sparsity)} of {count(self.num_elements)} weights zero in {self.name}")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from distprune.collectives.agree import sum_together
 from distprune.collectives.base import Communicator
 from distprune.formatting import count, cut, one_line, share, took, worst, zeros
 from distprune.oneshot.block_fit import BlockFit
-from distprune.totals import Totals
+from distprune.totals import Counted, Totals
 
 
 @contextmanager
@@ -29,8 +29,8 @@ def clock(seconds: dict[str, float], stage: str) -> Iterator[None]:
         seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - started
 
 
-@dataclass(frozen=True)
-class LayerReport:
+@dataclass(frozen=True, repr=False)
+class LayerReport(Counted):
     """One linear layer, counted over all ranks, replicas once.
 
     ``relative_error`` is ||X (W - W')^T|| / ||X W^T|| (Frobenius norms, X the inputs before this layer, or its block,
@@ -48,14 +48,6 @@ class LayerReport:
     relative_error: float | None
     damping: float | None
     num_tokens: int
-
-    @property
-    def sparsity(self) -> float:
-        return self.num_zeros / self.num_elements
-
-    @override
-    def __repr__(self) -> str:
-        return one_line(self, f"{share(self.sparsity)} of {count(self.num_elements)} weights zero in {self.name}")
 
 
 @dataclass(frozen=True)

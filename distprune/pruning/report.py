@@ -13,13 +13,13 @@ from typing_extensions import override
 
 from distprune.formatting import count, cut, one_line, share, took, worst, zeros
 from distprune.pruning.masks import Masks
-from distprune.totals import Totals
+from distprune.totals import Counted, Totals
 
 _NUM_REASONS = 4  # shown, why parameters are left out
 
 
-@dataclass(frozen=True)
-class ParameterReport:
+@dataclass(frozen=True, repr=False)
+class ParameterReport(Counted):
     """One parameter, counted over all ranks, replicas once.
 
     >>> report = prune_model(torch.nn.Linear(8, 8), 0.5)
@@ -33,15 +33,6 @@ class ParameterReport:
     num_zeros: int  # in all, after it
     # The highest score pruned among its competitors; None: nothing new was pruned, or each group or row has its own.
     threshold: float | None
-
-    @property
-    def sparsity(self) -> float:
-        """The share of zeros."""
-        return self.num_zeros / max(self.num_elements, 1)
-
-    @override
-    def __repr__(self) -> str:
-        return one_line(self, f"{share(self.sparsity)} of {count(self.num_elements)} weights zero in {self.name}")
 
 
 @dataclass(frozen=True)

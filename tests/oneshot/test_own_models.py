@@ -156,4 +156,6 @@ def test_layers_of_no_weights_have_the_uniform_share() -> None:
     model, expected = Model("nothing"), allocate(Model(), TOKENS, 0.5)
     shares = allocate(model, TOKENS, 0.5)
     assert {name: share for name, share in shares.items() if share != 0.5 or name in expected} == expected
-    assert prune_blocks(model, TOKENS, shares, method="wanda").sparsity == 0.5
+    report = prune_blocks(model, TOKENS, shares, method="wanda")
+    assert report.sparsity == 0.5
+    assert [layer.sparsity for layer in report.blocks[0].layers if not layer.num_elements] == [0.0, 0.0]
