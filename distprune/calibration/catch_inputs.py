@@ -5,6 +5,7 @@ Both are told by forwards of the model in which its blocks are stood in for: nei
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -236,6 +237,7 @@ class _Learner:
         self._firsts: list[int] = []  # by block, the first of its kind
         # Of a forward:
         self._calls: list[Call] = []
+        self._is_again = False  # a block is called once more, or not in its turn
         self._hidden = torch.empty(0, dtype=torch.float32, device="cpu")  # that the first block is given
         self._put_out = self._hidden  # a copy of what the block called last hands on
         self._handed_on: list[torch.Tensor] = []  # of each block but the first: whether it is given that
@@ -250,10 +252,13 @@ class _Learner:
                 self._model(**inputs_of(self._model, batch.inputs))
             except _ReachedLast:
                 pass
-            except (TypeError, ValueError, AttributeError) as error:
-                if self._calls or not (is_encoder_decoder(self._model) or isinstance(error, AttributeError)):
-                    raise
-                raise does_not_run(self._model, error) from error
+            except Exception as error:
+                # What comes behind all blocks may read what they leave behind, and these stood in.
+                if self.output is None or len(self._calls) < len(self._blocks) or self._is_again:
+                    is_of_call = isinstance(error, TypeError | ValueError) and is_encoder_decoder(self._model)
+                    if self._calls or not (is_of_call or isinstance(error, AttributeError)):
+                        raise
+                    raise does_not_run(self._model, error) from error
         calls = self._calls
         if len(calls) < num_asked:
             raise ValueError(
@@ -274,11 +279,12 @@ class _Learner:
         """Note a call and return what a block would put out; end the forward with the last one that is asked for."""
         name, block = self._blocks[index]
         if index != len(self._calls):
+            self._is_again = True
             raise ValueError(
                 f"block {name!r} is called as number {len(self._calls) + 1}; a walk needs every block to be called "
                 "once, in order; prune_model prunes by the weights alone"
             )
-        hidden, call = _part(name, args, kwargs)
+        hidden, call = _part(name, block, args, kwargs)
         if any(given is extra for given in _tree_leaves((call.args, call.kwargs)) for extra in self._extras):
             raise NotImplementedError(
                 f"block {name!r} is given more of what the one before puts out than hidden states, which a walk from "
@@ -295,21 +301,23 @@ class _Learner:
             self._comm.meet()
             gather(block)
             version = -1 if hidden.is_inference() else hidden._version
-            self.output = block(*args, **kwargs)
+            output = block(*args, **kwargs)
             self.in_place = version == -1 or hidden._version != version
-            self._put_out = hidden_of(self.output).clone()
-            self._extras = [extra for extra in _tree_leaves(self.output) if isinstance(extra, torch.Tensor)]
-            return self.output
+            self._put_out = hidden_of(output).clone()
+            self._extras = [extra for extra in _tree_leaves(output) if isinstance(extra, torch.Tensor)]
+            self.output = output
+            return output
         self._put_out = hidden.clone()
         return with_hidden(self.output, hidden)
 
 
-def _part(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, Call]:
+def _part(name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, Call]:
     hidden_name, others = None, args[1:]
     hidden = args[0] if args else None
     if not args:
         floats = {key: v for key, v in kwargs.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
-        hidden_name = "hidden_states" if "hidden_states" in floats else next(iter(floats), None)
+        likely = ["hidden_states", *list(inspect.signature(block.forward).parameters)[:1], *floats]
+        hidden_name = next((key for key in likely if key in floats), None)
         hidden = floats.get(hidden_name or "")
         kwargs = {key: value for key, value in kwargs.items() if key != hidden_name}
     if not isinstance(hidden, torch.Tensor):

@@ -51,6 +51,7 @@ class Block(nn.Module):
         x = x if skipped is None else x + skipped
         if self.way == "flat, whole inside":
             return x + self.mlp(x.view(-1, 16, 32)).flatten(0, 1)
+        self.put_out = x  # for what comes behind all blocks
         return x + self.mlp(x) + (self.wide(self.narrow(x)) if self.way == "nothing" else 0)
 
 
@@ -80,18 +81,23 @@ class Model(nn.Module):
             for layer in self.layers:
                 given = x
                 if self.way == "keywords":
-                    x = layer(mask=torch.ones(16, 16, dtype=torch.bool), x=x)
+                    x = layer(mask=torch.zeros(16, 16), x=x)
                 elif self.way == "reentrant":
                     x = checkpoint(layer, x, use_reentrant=True)
                 else:
                     x = layer(x, before) if self.way == "skips" else layer(x)
                 before = given
+        if self.way == "read behind":
+            layers: Any = self.layers
+            torch.stack([layer.put_out for layer in layers])
         logits: torch.Tensor = self.head(x.view(shape))
         return logits
 
 
-def pruned(way: str, **how: Any) -> list[torch.Tensor]:
-    model = Model(way)
+def pruned(way: str, dtype: torch.dtype = torch.float32, **how: Any) -> list[torch.Tensor]:
+    model = Model(way).to(dtype)
+    if dtype != torch.float32:  # of one token, as models have them
+        model.embed.weight.data[TOKENS[0, 0], 3] = 300.0
     prune_blocks(model, TOKENS, **how)
     return [parameter.detach() for parameter in model.layers.parameters()]
 
@@ -102,7 +108,7 @@ def check_alike(way: str, plain: str = "", **how: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt", "admm"])
-@pytest.mark.parametrize("way", ["in place", "flat", "flat, whole inside", "keywords", "other keyword"])
+@pytest.mark.parametrize("way", ["in place", "flat", "flat, whole inside", "keywords", "other keyword", "read behind"])
 def test_pruned_as_the_plain_one(way: str, method: str) -> None:
     fits = {"refit": "none"} if method == "admm" and way == "in place" else {}  # torch has no gradients there
     check_alike(way, sparsity=0.5, method=method, **fits)
@@ -113,19 +119,21 @@ def test_a_hook_that_changes_the_input() -> None:
     assert allocate(Model("input hooked"), TOKENS, 0.5) == allocate(Model("input scaled"), TOKENS, 0.5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("method", "pattern"), [("wanda", "7:8"), ("admm", "2:4")])
 @pytest.mark.parametrize("way", ["gated by neighbours", "normalized"])
-def test_channels_that_are_no_channels_keep_their_order(way: str, method: str, pattern: Any) -> None:
+def test_channels_that_are_no_channels_keep_their_order(way: str, method: str, pattern: Any, dtype: Any) -> None:
     with pytest.warns(UserWarning, match="channels of a Block keep their order: another changes its output"):
-        weights = pruned(way, method=method, pattern=pattern, permute="channels")
-    expected = pruned(way, method=method, pattern=pattern, permute="none")
+        weights = pruned(way, dtype, method=method, pattern=pattern, permute="channels")
+    expected = pruned(way, dtype, method=method, pattern=pattern, permute="none")
     assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
 
 
-def test_channels_move_without_a_warning() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_channels_move_without_a_warning(dtype: torch.dtype) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        pruned("", method="wanda", pattern="2:4", permute="channels")
+        pruned("", dtype, method="wanda", pattern="2:4", permute="channels")
 
 
 CALLS: dict[str, Callable[[nn.Module], object]] = {
