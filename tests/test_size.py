@@ -12,14 +12,14 @@ PACKAGE = Path(__file__).parent.parent / "distprune"
 # By folder, "." the files beside them: the most lines of code that it may have, and the goal.
 LINES = {
     ".": (427, 320),
-    "calibration": (2085, 1350),
+    "calibration": (2075, 1350),
     "checkpoint": (1532, 1180),
     "cli": (595, 410),
     "collectives": (658, 640),
     "jobs": (2106, 1280),
     "kernels": (850, 800),
     "masks": (504, 470),
-    "models": (1024, 690),
+    "models": (1022, 690),
     "oneshot": (1949, 1440),
     "patterns": (1406, 690),
     "pruning": (1475, 960),

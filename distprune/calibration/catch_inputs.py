@@ -134,14 +134,14 @@ def catch_inputs(
 ) -> Walk:
     """Return the walk that begins before the first decoder block of ``model``; ``batches`` learn their calls.
 
-    The first sample alone runs the first block and what is around the blocks, to the end, to learn how each of them is
-    called; batches stop where the last kind of call begins, which for most models is at the first block. With
-    ``offload`` the hidden states wait on the CPU between blocks. Of ``steps`` the calls are learned, too. Every rank
-    must pass as many of both. FSDP2 gathers the root, embeddings and head, once for all of them. Rounds: 1 for each
-    batch and each step, 1 for the first sample, and 1 before the first block is gathered, of 64 bytes.
+    The first one runs the first block and what is around the blocks, to learn how each of them is called; the others
+    stop where the last kind of call begins, which for most models is at the first block. With ``offload`` the hidden
+    states wait on the CPU between blocks. Of ``steps`` the calls are learned, too. Every rank must pass as many of
+    both. FSDP2 gathers the root, embeddings and head, once for all of them. Rounds: 1 for each batch and each step,
+    and 1 before the first block is gathered, of 64 bytes.
 
     Raises:
-        ValueError: no decoder blocks, a forward that does not reach each block once, in order, or that gives a
+        ValueError: no decoder blocks, a forward that does not reach the blocks in order, or that gives a
             block other hidden states than the one before puts out; it names the block.
         RuntimeError: a forward that changes the model's own weights.
         NotImplementedError: hidden states that are DTensors.
@@ -153,7 +153,6 @@ def catch_inputs(
     reset_forward(model)
     try:
         with keeping_weights(model):
-            learner.learn(_first_sample(batches[0]))
             for batch in batches:
                 walk.hidden.append(walk.kept(learner.learn(batch)))
             for step in steps:
@@ -214,37 +213,28 @@ class _StandIn(nn.Module):
         return getattr(self.__dict__["_block"], name)  # models ask their blocks which attention they have
 
 
-def _first_sample(batch: Batch) -> Batch:
-    tensors = {key: value[:1] for key, value in batch.inputs.items() if isinstance(value, torch.Tensor)}
-    return Batch(batch.windows[:1], {**batch.inputs, **tensors, "logits_to_keep": 1})
-
-
 class _ReachedLast(Exception):
     """Ends a forward before the last block that is asked for."""
 
 
 class _Learner:
-    """Learns how ``model`` calls its ``blocks``.
-
-    The first forward goes on to its end, and runs the first block, to show what a block puts out.
-    """
+    """Learns how ``model`` calls its ``blocks``. The first one runs once, to show what a block puts out."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], comm: Guarded) -> None:
         self._model, self._blocks, self._comm = model, blocks, comm
         self.output: Any = None  # of a block
         self.in_place = False  # it writes into its hidden states
         self._extras: list[torch.Tensor] = []  # what a block puts out; the next one alone is given hidden states
-        self._firsts: list[int] = []  # by block, the first of its kind
+        self._firsts = list(range(len(blocks)))  # by block, the first of its kind; until it is known, itself
         # Of a forward:
         self._calls: list[Call] = []
-        self._is_again = False  # a block is called once more, or not in its turn
         self._hidden = torch.empty(0, dtype=torch.float32, device="cpu")  # that the first block is given
         self._put_out = self._hidden  # a copy of what the block called last hands on
         self._handed_on: list[torch.Tensor] = []  # of each block but the first: whether it is given that
 
     def learn(self, batch: Batch) -> torch.Tensor:
         """Give ``batch`` its calls, and return the hidden states of it that the first block is given."""
-        num_asked = max(self._firsts, default=len(self._blocks) - 1) + 1
+        is_first, num_asked = self.output is None, max(self._firsts) + 1
         self._calls, self._handed_on = [], []
         with _standing_in(self._model, self._blocks[:num_asked], self._called), torch.no_grad():
             self._comm.meet()  # it may gather
@@ -252,13 +242,10 @@ class _Learner:
                 self._model(**inputs_of(self._model, batch.inputs))
             except _ReachedLast:
                 pass
-            except Exception as error:
-                # What comes behind all blocks may read what they leave behind, and these stood in.
-                if self.output is None or len(self._calls) < len(self._blocks) or self._is_again:
-                    is_of_call = isinstance(error, TypeError | ValueError) and is_encoder_decoder(self._model)
-                    if self._calls or not (is_of_call or isinstance(error, AttributeError)):
-                        raise
-                    raise does_not_run(self._model, error) from error
+            except (TypeError, ValueError, AttributeError) as error:
+                if self._calls or not (is_encoder_decoder(self._model) or isinstance(error, AttributeError)):
+                    raise
+                raise does_not_run(self._model, error) from error
         calls = self._calls
         if len(calls) < num_asked:
             raise ValueError(
@@ -270,7 +257,7 @@ class _Learner:
                     f"block {self._blocks[index][0]!r} is not given what {self._blocks[index - 1][0]!r} puts out: the "
                     "model changes hidden states between them, which a walk from block to block cannot follow"
                 )
-        if not self._firsts:
+        if is_first:
             self._firsts = [next(i for i, other in enumerate(calls) if other.is_same(call)) for call in calls]
         batch.calls = [calls[first] for first in self._firsts]
         return self._hidden
@@ -279,7 +266,6 @@ class _Learner:
         """Note a call and return what a block would put out; end the forward with the last one that is asked for."""
         name, block = self._blocks[index]
         if index != len(self._calls):
-            self._is_again = True
             raise ValueError(
                 f"block {name!r} is called as number {len(self._calls) + 1}; a walk needs every block to be called "
                 "once, in order; prune_model prunes by the weights alone"
@@ -295,18 +281,18 @@ class _Learner:
             self._hidden = hidden
         else:
             self._handed_on.append(_equal(hidden, self._put_out))
-        if self._firsts and index == max(self._firsts):
+        if index == max(self._firsts):
             raise _ReachedLast
         if self.output is None:
             self._comm.meet()
             gather(block)
+            self._hidden = hidden.clone()
             version = -1 if hidden.is_inference() else hidden._version
-            output = block(*args, **kwargs)
+            self.output = block(*args, **kwargs)
             self.in_place = version == -1 or hidden._version != version
-            self._put_out = hidden_of(output).clone()
-            self._extras = [extra for extra in _tree_leaves(output) if isinstance(extra, torch.Tensor)]
-            self.output = output
-            return output
+            self._put_out = hidden_of(self.output).clone()
+            self._extras = [extra for extra in _tree_leaves(self.output) if isinstance(extra, torch.Tensor)]
+            return self.output
         self._put_out = hidden.clone()
         return with_hidden(self.output, hidden)
 

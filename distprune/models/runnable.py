@@ -40,12 +40,10 @@ def check_runs_on_tokens(model: nn.Module) -> None:
 
 
 def inputs_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``inputs``, without ``use_cache`` and ``logits_to_keep`` where ``model`` has none."""
+    """Return ``inputs``, without ``use_cache`` where ``model`` has none."""
     arguments = inspect.signature(bare_model(model, past_fsdp=True).forward).parameters
-    unknown = {"use_cache", "logits_to_keep"} - arguments.keys()
-    if any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values()):
-        unknown.discard("use_cache")
-    return {name: value for name, value in inputs.items() if name not in unknown}
+    takes_it = any(name == "use_cache" or one.kind is one.VAR_KEYWORD for name, one in arguments.items())
+    return {name: value for name, value in inputs.items() if takes_it or name != "use_cache"}
 
 
 def run_on_tokens(model: nn.Module, **inputs: Any) -> Any:

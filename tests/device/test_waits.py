@@ -67,7 +67,7 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "straight through": (2, 0),
     "straight through, no step": (1, 0),  # as torch.distributed.checkpoint takes one
     "wanda": (3, 0),  # inputs and new weights that are finite, of each stage, and outputs
-    "permuted wanda": (18, 19),  # values and an MLP: 6 each where channels go, in turns
+    "permuted wanda": (19, 19),  # values and an MLP: 6 each where channels go, in turns; whether outputs are the same
     "sparsegpt": (7, 0),  # one more for the factor of each of 4 inputs
     "admm": (18, 0),  # 4 stages, two factors each, and one more for the dense stream
     "fitted admm": (22, 0),  # errors before and after, sizes of parameters twice, and whether all was finite

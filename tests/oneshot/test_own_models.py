@@ -51,7 +51,6 @@ class Block(nn.Module):
         x = x if skipped is None else x + skipped
         if self.way == "flat, whole inside":
             return x + self.mlp(x.view(-1, 16, 32)).flatten(0, 1)
-        self.put_out = x  # for what comes behind all blocks
         return x + self.mlp(x) + (self.wide(self.narrow(x)) if self.way == "nothing" else 0)
 
 
@@ -76,20 +75,16 @@ class Model(nn.Module):
         shape = x.shape
         if self.way.startswith("flat"):
             x = x.flatten(0, 1)
-        for _ in range(2 if self.way == "looped" else 1):
-            before = None
-            for layer in self.layers:
-                given = x
-                if self.way == "keywords":
-                    x = layer(mask=torch.zeros(16, 16), x=x)
-                elif self.way == "reentrant":
-                    x = checkpoint(layer, x, use_reentrant=True)
-                else:
-                    x = layer(x, before) if self.way == "skips" else layer(x)
-                before = given
-        if self.way == "read behind":
-            layers: Any = self.layers
-            torch.stack([layer.put_out for layer in layers])
+        before = None
+        for layer in self.layers:
+            given = x
+            if self.way == "keywords":
+                x = layer(mask=torch.zeros(16, 16), x=x)
+            elif self.way == "reentrant":
+                x = checkpoint(layer, x, use_reentrant=True)
+            else:
+                x = layer(x, before) if self.way == "skips" else layer(x)
+            before = given
         logits: torch.Tensor = self.head(x.view(shape))
         return logits
 
@@ -108,7 +103,7 @@ def check_alike(way: str, plain: str = "", **how: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt", "admm"])
-@pytest.mark.parametrize("way", ["in place", "flat", "flat, whole inside", "keywords", "other keyword", "read behind"])
+@pytest.mark.parametrize("way", ["in place", "flat", "flat, whole inside", "keywords", "other keyword"])
 def test_pruned_as_the_plain_one(way: str, method: str) -> None:
     fits = {"refit": "none"} if method == "admm" and way == "in place" else {}  # torch has no gradients there
     check_alike(way, sparsity=0.5, method=method, **fits)
@@ -145,7 +140,6 @@ CALLS: dict[str, Callable[[nn.Module], object]] = {
 @pytest.mark.parametrize(
     ("way", "call", "error", "match"),
     [
-        ("looped", "prune_blocks", ValueError, "'layers.0' is called as number 4; a walk needs every block"),
         ("skips", "prune_blocks", NotImplementedError, "'layers.2' is given more of what the one before puts out"),
         ("one block thrice", "prune_blocks", NotImplementedError, "in Model's list more than once"),
         ("one block thrice", "allocate", NotImplementedError, "in Model's list more than once"),
